@@ -23,8 +23,6 @@ _V2_LOADER = ("v1/worker/gpu/spec_decode/eagle/utils.py", "load_eagle_model")
 #: and here vLLM lists what V2 does not serve
 _V2_GATE = ("config/vllm.py", "_get_v2_model_runner_unsupported_features")
 _OWN_PARALLEL = ("dflash", "dspark")  # their speculators on V2 draft all tokens in one pass
-#: vLLM's names of methods with which it schedules each step only when the one before is done
-NEVER_AHEAD = ("ngram", "suffix")
 #: what each of our methods asks of vLLM
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "eagle3": {"method": "eagle3"},
@@ -78,15 +76,6 @@ def runner_of(settings: Mapping[str, Any], device_type: str) -> Runner:
     if lacks:
         return Runner(False, f"V2 of this vLLM lacks {lacks}")
     return Runner(True, "vLLM's own choice")
-
-
-def scheduled_ahead(settings: Mapping[str, Any]) -> bool:
-    """Does vLLM schedule a step before the last one is done, as far as the method decides that.
-
-    Args:
-        settings: its ``speculative_config``.
-    """
-    return settings.get("method") not in NEVER_AHEAD
 
 
 def _lacking(settings: Mapping[str, Any]) -> str:

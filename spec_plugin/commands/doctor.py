@@ -24,7 +24,7 @@ from draft_training.rope import derived_length
 from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
-from spec_plugin.commands.untried import runners_by_method, untried_anywhere
+from spec_plugin.commands.graphs import never_run, runners_by_method
 from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, version_of, without_accelerator
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
@@ -153,7 +153,7 @@ def examine_engine() -> tuple[Diagnosis, ...]:
     device_type = "cpu" if without_accelerator() else "cuda"
     return (
         Diagnosis("model runner", "ok", runners_by_method(device_type)),
-        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", untried_anywhere(device_type)),
+        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", never_run(device_type)),
     )
 
 

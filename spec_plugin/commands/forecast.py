@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from draft_training.files import weight_files
 from draft_training.outside import text_part
-from spec_plugin.commands.cache import share
-from spec_plugin.commands.engine_limits import engine_limits
+from spec_plugin.commands.graphs import graphs_of, never_run
 from spec_plugin.commands.judgement import Judgement
-from spec_plugin.commands.shown import SHOWN
-from spec_plugin.commands.untried import graphs_of, untried_in
 from spec_plugin.config import SpecConfig
 from spec_plugin.diagnosis import without_accelerator
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
@@ -31,6 +28,14 @@ from spec_plugin.session import method_of
 if TYPE_CHECKING:
     from draft_training.draft import DraftShape
 
+#: vLLM's classes of targets that were drafted for, with a tiny policy of each: in a whole run of a trainer, whose acceptance
+#: rose (``spec-plugin conformance --target FAMILY``)
+SHOWN_IN_A_TRAINER = """DeepseekV3ForCausalLM Gemma4ForCausalLM Glm4ForCausalLM GlmForCausalLM GptOssForCausalLM
+LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
+Qwen3VLForConditionalGeneration Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration SeedOssForCausalLM"""
+#: and in the engine alone (tests/engine/test_families.py)
+SHOWN_IN_AN_ENGINE = """ArceeForCausalLM Glm4vForConditionalGeneration Mistral3ForConditionalGeneration Phi3ForCausalLM
+Qwen2_5_VLForConditionalGeneration"""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: of one number of the actor's hidden states
 _ACTOR_BYTES = 2
@@ -39,6 +44,11 @@ _STATES = (
     "the target keeps recurrent states: the flag turns the engine's prefix caching and asynchronous scheduling off, each batch "
     "size drafts spec.k tokens or none, and the self-test covers the states"
 )
+_SERVING = {
+    "auto": "drafting where it was measured to win, plain decoding elsewhere",
+    "always": "drafting from the first step",
+    "never": "the draft is trained and never served",
+}
 
 
 def judge(plan: RunPlan) -> Judgement:
@@ -46,42 +56,38 @@ def judge(plan: RunPlan) -> Judgement:
     run = plan.facts
     if run is None:
         return Judgement(plan.trainer, plan.objections, notes=plan.notes, unseen=plan.unseen)
-    no_plugins = (*_plugins(run.spec),)
-    objections = [*plan.objections, *no_plugins, *_lossless(run), *_truncated(run)]
+    objections = [*plan.objections, *_plugins(run.spec), *_lossless(run), *_truncated(run)]
     unseen, notes = [*plan.unseen], [*plan.notes]
-    facts = {"model": f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name}
     method: Method | None = None
     if run.model.config is None:
         if run.model.unreadable:
             objections.append(_of_model(run, "an unreadable model", run.model.source, "repair it"))
+        name = f"model {run.model.name}: {run.model.source}" if run.model.name else "the model: none was seen"
         unseen.append(
-            f"model {run.model.name}: {run.model.source}, so whether a draft can be made for it, and its size, was "
-            "not checked; give its config.json with --model-config FILE"
+            f"{name}, so whether a draft can be made for it, and its size, was not checked; give its config.json with "
+            "--model-config FILE"
         )
     else:
         try:
-            here = replace(run.target, device_type=_device_type())
-            method = built_in_method(run.spec, here)
-            if method is None and not no_plugins:  # that of a plugin, or of nobody
-                method = method_of(run.spec, here, create_manager(run.spec.block, run.spec.plugins))
-            if method is not None:
-                objections += _lossy_method(method)
-                check_states(run.target.hf_config, method.ragged, method.name)
-                if keeps_states(run.target.hf_config):
-                    notes.append(_STATES)
+            method = _method(run)
+            objections += _lossy_method(method)
+            check_states(run.target.hf_config, method.ragged, method.name)
+            notes += _about_target(run, method)
         except DraftNotHereError as error:
             unseen.append(str(error))
         except SpecConfigError as error:
-            objections.append(_about_draft(run, error))
-        reads_states = method is not None and method.newborn and method.harvest
-        if reads_states and run.spec.draft is None and (known := known_draft(run.target)):
-            notes.append(known.sentence)
-        objections += engine_limits(run, method)
-    draft = method.draft.config if method is not None and method.draft is not None else None
-    if draft is not None and method is not None and method.harvest:
-        notes += _untried(run.target.hf_config)
-    facts |= dict(_facts(run, method))
+            if not any(str(error) == objection.why for objection in objections):  # of plugins, it was said
+                objections.append(_about_draft(run, error))
+    facts = dict(_facts(run, method))
     return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), run.shapes)
+
+
+def _method(run: RunFacts) -> Method:
+    """What would draft, by the run's own code; torch is loaded only for a plugin's."""
+    here = replace(run.target, device_type=_device_type())
+    return built_in_method(run.spec, here) or method_of(
+        run.spec, here, create_manager(run.spec.block, run.spec.plugins)
+    )
 
 
 def _plugins(spec: SpecConfig) -> Iterator[Objection]:
@@ -141,8 +147,15 @@ def _of_model(run: RunFacts, reason: str, why: str, instead: str) -> Objection:
     return Objection(run.model_option, run.model.name, reason, why, instead)
 
 
-def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """What has not been validated with this target's class."""
+def _about_target(run: RunFacts, method: Method) -> Iterator[str]:
+    """Public drafts for this target, and what has not been shown with its class."""
+    hf_config = run.target.hf_config
+    if keeps_states(hf_config):
+        yield _STATES
+    if method.draft is None or not method.harvest:
+        return
+    if method.newborn and run.spec.draft is None and (known := known_draft(run.target)):
+        yield known.sentence
     found = engine_class(hf_config)
     if found is None:
         named = " or ".join(architectures(hf_config)) or "this model"
@@ -150,42 +163,41 @@ def _untried(hf_config: Mapping[str, Any]) -> Iterator[str]:
             f"no vLLM that is installed here knows {named} by itself, so whether a draft can read its hidden states shows only "
             "when the engine starts"
         )
-    elif (level := SHOWN.get(found.name)) is None:
-        yield f"vLLM's class {found.name} hands out hidden states, but no run with such a target has been tried"
-    elif level == "engine":
+    elif found.name in SHOWN_IN_AN_ENGINE.split():
         yield f"drafting for vLLM's class {found.name} was tried in the engine, but in no run of a trainer"
+    elif found.name not in SHOWN_IN_A_TRAINER.split():
+        yield f"vLLM's class {found.name} hands out hidden states, but no run with such a target has been tried"
 
 
 def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
-    spec, target = run.spec, run.target
-    draft = method.draft.config if method is not None and method.draft is not None else None
-    origin = "nothing to train"
-    if method is not None and method.draft is not None:
-        origin = "a new draft" if method.newborn else "the draft that the target brings"
-    if spec.draft:
-        origin = f"the draft in {spec.draft}"
-    serving = {
-        "auto": "drafting where it was measured to win, plain decoding elsewhere",
-        "always": "drafting from the first step",
-        "never": "the draft is trained and never served",
-    }
-    name = f"{method.name} ({spec.method}: {method.why})" if method is not None and method.why else spec.method
-    yield "method", f"{name} with {origin}, up to {spec.k} tokens a step; {serving[spec.serve]}"
+    spec, target, device = run.spec, run.target, _device_type()
+    yield "model", f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name or "not seen"
+    yield "method", f"{_drafting(spec, method)}, up to {spec.k} tokens a step; {_SERVING[spec.serve]}"
     yield "shape", run.shape
-    if draft is not None:
-        assert method is not None
-        yield "draft on the actor", _actor_memory(run, method, draft)
-        yield "draft in the engine", _engine_memory(run, draft)
-    elif method is not None and spec.draft:  # served as it is
-        yield "draft in the engine", _served_memory(run, method, Path(draft_folder(spec.draft, target, fetch=False)))
+    if method is not None and method.draft is not None:
+        yield "draft on the actor", _actor_memory(run, method, method.draft.config)
+    if method is not None and (method.draft is not None or spec.draft):
+        yield "draft in the engine", _engine_memory(run, method)
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
-    runner = runner_of(method.settings if method is not None else {"method": spec.method}, _device_type())
+    runner = runner_of(method.settings if method is not None else {"method": spec.method}, device)
     yield "model runner", runner.words
-    yield "CUDA graphs", graphs_of(runner, _device_type(), run.graphs, run.eager, run.spec.full_graphs)
-    yield "never run on a GPU", untried_in(run, method, runner, _device_type())
+    yield "CUDA graphs", graphs_of(runner, device, run.graphs, run.eager, spec.full_graphs)
+    yield "never run on a GPU", never_run(device)
     yield "verified", "; ".join(_verified(run))
     yield "not verified", "; ".join(_not_verified(run))
+
+
+def _drafting(spec: SpecConfig, method: Method | None) -> str:
+    """The method, why it was chosen, and what draft it begins with, as far as that is known."""
+    name = f"{method.name} ({spec.method}: {method.why})" if method is not None and method.why else spec.method
+    if spec.draft:
+        return f"{name} with the draft in {spec.draft}"
+    if method is None:
+        return name
+    if method.draft is None:
+        return f"{name} with nothing to train"
+    return f"{name} with {'a new draft' if method.newborn else 'the draft that the target brings'}"
 
 
 def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
@@ -194,31 +206,28 @@ def _actor_memory(run: RunFacts, method: Method, draft: DraftShape) -> str:
         return f"{_size(weights)} of weights; it is not trained"
     per_token = (len(method.harvest or ()) + 1) * draft.hidden_size * _ACTOR_BYTES
     buffer = min(run.spec.buffer_mb, run.spec.buffer_tokens * per_token / _MEBIBYTE)
-    on_the_way = min(run.spec.harvest_tokens * per_token / _MEBIBYTE, buffer)
     tensors = 1 if text_part(run.target.hf_config).get("tie_word_embeddings") else 2
     policy = tensors * draft.vocab_size * draft.hidden_size * _ACTOR_BYTES / _MEBIBYTE
     return (
-        f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} of weights, {_size(weights)} of "
-        f"gradients while it trains, {_size(weights)} of optimizer state (float32), {_size(policy)} of copies of the "
-        f"policy's embedding and head (on a GPU, host memory keeps these two between slices), and, whatever the length of "
-        f"responses, up to {_size(buffer)} of captured hidden states in host memory and {_size(on_the_way)} on their way there "
-        "(a GPU holds the former while the draft trains); spec-plugin doctor --target adds a step of training"
+        f"{draft.parameters / 1e6:.0f}M parameters on every rank: {_size(weights)} each of weights, of optimizer state and, "
+        f"while it trains, of gradients (float32); {_size(policy)} of copies of the policy's embedding and head; up to "
+        f"{_size(buffer)} of captured hidden states. Between slices of training a GPU has the weights alone, host memory the "
+        "rest; spec-plugin doctor --target adds a step of training"
     )
 
 
-def _engine_memory(run: RunFacts, draft: DraftShape) -> str:
-    weights = draft.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE
-    return f"{_size(weights)} of weights{_beside(run, share(draft.to_hf(), run.target.hf_config, draft.of_target))}"
-
-
-def _served_memory(run: RunFacts, method: Method, folder: Path) -> str:
-    weights = sum(file.stat().st_size for file in weight_files(folder) if file.is_file()) / _MEBIBYTE
-    return f"{_size(weights)} of weights on disk{_beside(run, share(method.draft_config or {}, run.target.hf_config))}"
-
-
-def _beside(run: RunFacts, cache: str) -> str:
+def _engine_memory(run: RunFacts, method: Method) -> str:
+    if method.draft is not None:
+        size = _size(method.draft.config.parameters * _BYTES.get(run.target.dtype, 2) / _MEBIBYTE)
+    else:  # served as it is
+        folder = Path(draft_folder(str(run.spec.draft), run.target, fetch=False))
+        size = _size(sum(file.stat().st_size for file in weight_files(folder) if file.is_file()) / _MEBIBYTE)
     split = f", split over {run.target.tensor_parallel} ranks" if run.target.tensor_parallel > 1 else ""
-    return f"{split}, and {cache}" if cache else split
+    own = method.draft is not None and method.draft.config.of_target  # its config.json is the target's
+    counts = (text_part(hf or {}).get("num_hidden_layers") for hf in (method.draft_config, run.target.hf_config))
+    layers, beside = (count if isinstance(count, int) else "some" for count in counts)
+    more = "1 layer" if own or layers == 1 else f"{layers} layers"
+    return f"{size} of weights{split}, and the KV cache of {more} beside the target's {beside}"
 
 
 def _size(mebibytes: float) -> str:

@@ -57,12 +57,10 @@ def model_from(file: Path) -> FindModel:
 
 
 def _in_hub_cache(name: str) -> str | None:
-    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or ":" in name:
-        return None
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # not a name that the hub could have
+    except ValueError:  # not a name that the hub could have, such as a path
         return None
     return found if isinstance(found, str) else None

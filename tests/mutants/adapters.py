@@ -374,12 +374,4 @@ MUTATIONS = (
         "what hydra refuses is refused twice",
         ("test_check_command_fields.py::test_what_hydra_has_refused_is_said_once_and_a_plus_is_not_advised",),
     ),
-    Mutation(
-        "spec_plugin/commands/cache.py",
-        "kept",
-        "rank + turned if rank else 2 * heads * width",
-        "2 * heads * width",
-        "the check says that a draft of plain heads takes no more cache than a layer of latent attention",
-        ("test_cache_share.py",),
-    ),
 )

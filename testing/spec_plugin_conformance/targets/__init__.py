@@ -1,6 +1,6 @@
 """Tiny targets of other families for the kit's runs: one module each, which nobody else names.
 
-A module has one ``TARGET``, a ``TinyTarget``. What was shown with them stands in ``spec_plugin.commands.shown``.
+A module has one ``TARGET``, a ``TinyTarget``. What was shown with them stands in ``spec_plugin.commands.forecast``.
 """
 
 from __future__ import annotations

@@ -19,14 +19,17 @@ from spec_plugin_conformance.targets import tiny_targets
 from spec_plugin_verl_check.check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
+from draft_training.mtp import MtpShape
 from spec_plugin import SpecConfigError, sources
 from spec_plugin.commands import forecast
 from spec_plugin.commands.check import find_check, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.judgement import find_model
-from spec_plugin.commands.shown import SHOWN
+from spec_plugin.config import SpecConfig
+from spec_plugin.events import TargetInfo
+from spec_plugin.method import Method, StartingDraft
 from spec_plugin.refusals import refuse
-from spec_plugin.run_plan import Model, split_launch
+from spec_plugin.run_plan import Model, RunFacts, split_launch
 
 openrlhf_check = partial(judge_run, "openrlhf")
 
@@ -69,18 +72,6 @@ def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shapes: tuple[s
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
-def test_heads_that_vllm_cannot_share_out_are_refused_by_the_users_own_option() -> None:
-    def three_heads(name: str) -> Model:
-        return Model(name, {**QWEN3, "num_attention_heads": 3, "num_key_value_heads": 3}, "a test")
-
-    flags = (*GOOD, "--vllm.tensor_parallel_size", "2")
-    found = openrlhf_check([*flags, "--spec.method", "ngram"], three_heads)
-    assert [o.by for o in found.objections] == ["vLLM"] * 2
-    assert all("(--vllm.tensor_parallel_size 2): set it to 1" in str(o) for o in found.objections)
-    assert openrlhf_check(flags, a_qwen3).accepted
-
-
-@pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() -> None:
     """As the run refuses it: an unknown name was taken for a plugin's."""
     (objection,) = openrlhf_check([*GOOD, "--spec.method", "eagle"], a_qwen3).objections
@@ -91,7 +82,7 @@ def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() 
 def test_a_user_with_a_gpu_is_told_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "without_accelerator", lambda: False)
     told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3).facts
-    assert "sleep and wake" in told["never run on a GPU"] and "tensor parallel" not in told["never run on a GPU"]
+    assert "docs/supported.md#never-run-on-a-gpu" in told["never run on a GPU"]
     assert {"model runner", "CUDA graphs"} <= set(told)
 
 
@@ -157,6 +148,7 @@ def test_openrlhfs_flags_are_read_from_its_source(tmp_path: Path, monkeypatch: p
 def test_a_model_that_is_not_here_is_said_to_be_unseen_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spec_plugin.commands.judgement._in_hub_cache", lambda name: None)
     found = openrlhf_check([*GOOD, "--ds.load_in_4bit"])
+    assert "nothing to train" not in found.facts["method"], "nobody has seen whether a draft can be made"
     assert [o.reason for o in found.objections] == ["a 4-bit policy"]
     assert "Qwen/Qwen3-8B" in found.unseen[0] and "--model-config" in found.unseen[0]
 
@@ -199,7 +191,8 @@ def test_a_class_that_takes_drafts_and_was_never_tried_is_accepted_with_a_word()
 
 
 def test_what_was_shown_is_known_of_each_family_that_the_kit_has_and_of_no_other() -> None:
-    assert {target.engine_class for target in tiny_targets().values()} == set(SHOWN)
+    shown = {*forecast.SHOWN_IN_A_TRAINER.split(), *forecast.SHOWN_IN_AN_ENGINE.split()}
+    assert {target.engine_class for target in tiny_targets().values()} == shown
 
 
 @pytest.mark.parametrize("pruned", [None, 64])
@@ -235,6 +228,26 @@ def test_a_draft_that_is_given_is_looked_at(tmp_path: Path) -> None:
     assert [o.reason for o in found.objections] == ["a draft for this model"] and "hidden_size=64" in str(
         found.objections[0]
     )
+
+
+@pytest.mark.usefixtures("flags_of_openrlhf")
+@pytest.mark.parametrize(("method", "layers"), [("eagle3", "1 layer"), ("draft_model", "2 layers")])
+def test_what_the_draft_keeps_in_the_engine_is_told(method: str, layers: str) -> None:
+    found = openrlhf_check([*GOOD, "--spec.method", method], a_qwen3)
+    assert f"the KV cache of {layers} beside the target's 36" in found.facts["draft in the engine"]
+
+
+def test_a_layer_that_the_target_brings_is_one_though_its_config_json_is_the_targets() -> None:
+    more = {
+        "num_nextn_predict_layers": 1,
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-6,
+    }
+    target = TargetInfo("m", QWEN3 | more, "bfloat16")
+    method = Method("mtp", {}, draft=StartingDraft(MtpShape.from_target(target.hf_config)))
+    run = RunFacts(SpecConfig.parse(None), target, Model("m", target.hf_config, ""), "path", "", ())
+    assert forecast._engine_memory(run, method).endswith("the KV cache of 1 layer beside the target's 36")
 
 
 # the command

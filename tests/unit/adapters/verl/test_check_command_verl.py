@@ -56,7 +56,7 @@ def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
     assert "up to 5 tokens" in found.facts["method"] and found.facts["shape"].startswith("8 fsdp actor ranks; 4 vllm")
     assert (
         "268M parameters" in found.facts["draft on the actor"]
-        and "1.0 GiB of optimizer" in found.facts["draft on the actor"]
+        and "1.0 GiB each of weights, of optimizer state" in found.facts["draft on the actor"]
     )
     assert (
         "512 MiB" in found.facts["draft in the engine"] and "split over 2 ranks" in found.facts["draft in the engine"]
@@ -77,7 +77,7 @@ def test_of_a_draft_that_is_served_as_it_is_the_run_is_told_what_each_of_its_lay
     save_file({"fc.weight": torch.zeros(1 << 19)}, tmp_path / "model.safetensors")
     found = judge_run("verl", [PATH, VLLM, f"{SPEC}draft={tmp_path}", f"{SPEC}train=false"], a_qwen3)
     told = found.facts["draft in the engine"]
-    assert told == "2 MiB of weights on disk, split over 2 ranks, and 14 % more KV cache (5 layers beside 36)"
+    assert told == "2 MiB of weights on disk, split over 2 ranks, and the KV cache of 5 layers beside the target's 36"
 
 
 ACCEPTED = (

@@ -1,0 +1,59 @@
+"""Which of vLLM's model runners and CUDA graphs an engine gets, in words; for ``spec-plugin check`` and the doctor."""
+
+from __future__ import annotations
+
+from spec_plugin.model_runner import METHODS, Runner, runner_of, v2_takes_every_k
+
+#: of a vLLM that takes V1 and piecewise graphs only since k changes (docs/measured.md): what no controller can give back
+SLOWER_PLAIN = (
+    "without the flag it would be V2 with full graphs: on an H100 steps without drafts took 1.04 to 1.6 times as long with the "
+    "flag (8B, batch 1 to 128), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.25 and later) may spare it"
+)
+NEVER_ON_A_GPU = "no run of a trainer with the flag, and more: docs/supported.md#never-run-on-a-gpu is the list"
+NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
+
+
+def never_run(device_type: str) -> str:
+    """What of a run nobody has tried on a GPU, in a line.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+    return NOTHING if device_type == "cpu" else NEVER_ON_A_GPU
+
+
+def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: bool = False) -> str:
+    """Which CUDA graphs an engine gets.
+
+    Args:
+        runner: vLLM's model runner that it gets.
+        device_type: "cpu" or "cuda".
+        asked: vLLM's ``cudagraph_mode``, or words for it.
+        eager: ``enforce_eager``.
+        full: ``spec.full_graphs``.
+    """
+    if device_type == "cpu":
+        return "none (vLLM's CPU build)"
+    if eager or runner.refused:
+        return "none (enforce_eager)" if eager else "none: vLLM will refuse to start"
+    if runner.v2 or "FULL" not in asked.upper():
+        return asked
+    if full:
+        return "full where all requests have spec.k drafts, else piecewise (spec.full_graphs)"
+    more = "" if v2_takes_every_k() else f"; {SLOWER_PLAIN}"
+    return f"piecewise (vLLM's own choice on V1, since k changes while it runs){more}"
+
+
+def runners_by_method(device_type: str) -> str:
+    """Model runner and CUDA graphs of each method, where nothing was asked of vLLM; for the doctor.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+    by_runner: dict[str, list[str]] = {}
+    for name, settings in METHODS.items():
+        runner = runner_of(settings, device_type)
+        kind = "full and piecewise" if runner.v2 else "piecewise"
+        graphs = "" if runner.refused or device_type == "cpu" else f", with {kind} CUDA graphs"
+        by_runner.setdefault(f"{runner.words}{graphs}", []).append(name)
+    return "; ".join(f"{runner} ({', '.join(names)})" for runner, names in by_runner.items())

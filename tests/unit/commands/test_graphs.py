@@ -1,0 +1,71 @@
+"""check and doctor say which of vLLM's model runners and CUDA graphs a run gets, and where the list of what no GPU has run is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from builders.paths import ROOT
+
+from spec_plugin.commands import doctor, graphs
+from spec_plugin.commands.graphs import graphs_of, never_run
+from spec_plugin.model_runner import Runner
+
+V1, V2 = Runner(False, "a test"), Runner(True, "a test")
+
+
+def test_the_list_of_what_never_ran_on_a_gpu_is_where_it_is_said_to_be() -> None:
+    (file, heading) = re.findall(r"(docs/\S+\.md)#(\S+)", never_run("cuda"))[0]
+    titles = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), re.MULTILINE)
+    assert heading in [title.lower().replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize(
+    ("runner", "device", "asked", "eager", "said"),
+    [
+        (V2, "cuda", "FULL_AND_PIECEWISE", False, "FULL_AND_PIECEWISE"),
+        (V1, "cuda", "FULL_AND_PIECEWISE", False, "piecewise (vLLM's own choice on V1"),
+        (V1, "cuda", "FULL_AND_PIECEWISE (vLLM's own choice)", False, "piecewise (vLLM's own choice on V1"),
+        (V1, "cuda", "NONE", False, "NONE"),
+        (V2, "cuda", "FULL", True, "none (enforce_eager)"),
+        (V2, "cpu", "FULL", False, "none (vLLM's CPU build)"),
+        (Runner(True, "V2 lacks it", refused=True), "cuda", "FULL", False, "none: vLLM will refuse to start"),
+    ],
+)
+def test_the_graphs_follow_runner_device_and_options(
+    runner: Runner, device: str, asked: str, eager: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for every_k in (True, False):
+        monkeypatch.setattr(graphs, "v2_takes_every_k", lambda every_k=every_k: every_k)
+        found = graphs_of(runner, device, asked, eager)
+        # not where vLLM would take V1 for another reason
+        assert found.startswith(said) and (graphs.SLOWER_PLAIN in found) == (
+            said.startswith("piecewise") and not every_k
+        )
+
+
+def test_full_graphs_are_said_where_they_make_a_difference() -> None:
+    found = [graphs_of(runner, "cuda", "FULL_AND_PIECEWISE", False, full=True) for runner in (V1, V2)]
+    assert found == [
+        "full where all requests have spec.k drafts, else piecewise (spec.full_graphs)",
+        "FULL_AND_PIECEWISE",
+    ]
+
+
+def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
+    runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "it lacks it", refused=True)}
+    monkeypatch.setattr(graphs, "METHODS", {name: {"method": name} for name in runners})
+    monkeypatch.setattr(graphs, "runner_of", lambda settings, device: runners[settings["method"]])
+    runner, never = doctor.examine_engine()
+    assert runner.name == "model runner" and never.state == "note"
+    for said in (
+        "V2: a test, with full and piecewise CUDA graphs (eagle3)",
+        "V1: a test, with piecewise CUDA graphs (draft_model)",
+        "none, vLLM will refuse to start: it lacks it (suffix)",
+    ):
+        assert said in runner.detail
+    assert never.detail == never_run("cuda")
+    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    runner, never = doctor.examine_engine()
+    assert (runner.state, never.state) == ("ok", "ok") and "graphs" not in runner.detail
