@@ -33,13 +33,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             registration.register()
     except SpecConfigError as error:
         sys.exit(f"spec-plugin: {error}")
-    if theirs[0] == "-m":
-        sys.argv = theirs[1:]
-        runpy.run_module(theirs[1], run_name="__main__", alter_sys=True)
+    run_script(theirs)
+
+
+def run_script(words: Sequence[str]) -> None:
+    """Run a script, or ``-m module``, as if it had been named after ``python``.
+
+    Args:
+        words: its name, and its arguments.
+    """
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = theirs
-        sys.path[0] = os.path.dirname(os.path.abspath(theirs[0]))
-        runpy.run_path(theirs[0], run_name="__main__")
+        sys.argv = list(words)
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def objections(field: Field) -> Iterator[Objection]:
         )
     elif field("vllm_mode") not in (None, "colocate"):
         yield unsupported("vllm_mode", field("vllm_mode"), "vLLM's server mode", "set it to colocate")
-    if (field("vllm_tensor_parallel_size") or 1) > 1:
+    if field("vllm_tensor_parallel_size") not in (None, 1):
         size = field("vllm_tensor_parallel_size")
         yield unsupported("vllm_tensor_parallel_size", size, "engines over several ranks with TRL", "set it to 1")
     if field("vllm_structured_outputs_regex") is not None:
@@ -113,6 +113,22 @@ def of_target(model: str, hf_config: Mapping[str, Any], config: SpecConfig) -> I
         yield unsupported("model", model, "recurrent states with TRL", instead)
 
 
+def of_trainer(trainer: type, given: Mapping[str, Any]) -> Iterator[Objection]:
+    """What stands against a trainer, whatever the fields of its configuration.
+
+    Args:
+        trainer: the class that is being made, TRL's or one of its subclasses.
+        given: the arguments of its ``__init__``.
+    """
+    if given.get("rollout_func") is not None:
+        function = getattr(given["rollout_func"], "__name__", "…")
+        yield unsupported("rollout_func", function, "rollouts by a function of the user's", "leave it out")
+    if "unsloth" in sys.modules or any("unsloth" in kind.__module__.lower() for kind in trainer.__mro__):
+        yield unsupported(
+            "trainer", trainer.__name__, "Unsloth's generated trainers and engines", "do not import unsloth"
+        )
+
+
 def refuse_before(trainer: type, given: Mapping[str, Any]) -> None:
     """Refuse what cannot be done before TRL reads the model.
 
@@ -129,29 +145,24 @@ def refuse_before(trainer: type, given: Mapping[str, Any]) -> None:
         check_sampling(sampling_of(field))
     except SpecConfigError as error:
         found.append(Objection("", "", "a lossy option", str(error), "remove it"))
-    if given.get("rollout_func") is not None:
-        function = getattr(given["rollout_func"], "__name__", "…")
-        found.append(unsupported("rollout_func", function, "rollouts by a function of the user's", "leave it out"))
-    patched = [kind.__module__.partition(".")[0] for kind in trainer.__mro__ if "unsloth" in kind.__module__.lower()]
-    if patched or "unsloth" in sys.modules:
-        name = trainer.__name__
-        found.append(unsupported("trainer", name, "Unsloth's generated trainers and engines", "do not import unsloth"))
+    found += of_trainer(trainer, given)
     model = given.get("model")
     if isinstance(model, str) and not found:
         found += of_target(model, load_hf_config(model, "model"), config)
     refuse(found, flag.LEAVE_OUT)
 
 
-def refuse_other(trainer: type, given: Mapping[str, Any]) -> None:
-    """Refuse a trainer that has no adapter and generates by vLLM: the flag would have no effect.
+def of_other(trainer: type, given: Mapping[str, Any]) -> Iterator[Objection]:
+    """A trainer that has no adapter and generates by vLLM: the flag would have no effect.
 
-    Raises:
-        SpecConfigError: naming it.
+    Args:
+        trainer: the class that is being made.
+        given: the arguments of its ``__init__``.
     """
     uses = field_of(given.get("args"))("use_vllm")
     if uses or uses is None:  # some know nothing else
         name = trainer.__name__
-        refuse([unsupported("trainer", name, f"TRL's {name}", "use GRPOTrainer or RLOOTrainer")], flag.LEAVE_OUT)
+        yield unsupported("trainer", name, f"TRL's {name}", "use GRPOTrainer or RLOOTrainer")
 
 
 def field_of(args: Any) -> Field:

@@ -149,12 +149,13 @@ def look_at(module: ModuleType) -> Any:
 
 def _trainer_module(module: ModuleType) -> None:
     owner = look_at(module)
-    owner.__init__ = _known_while_made(_trainer, owner.__init__, _before_trainer)
+    owner.__init__ = _known_while_made(_trainer, owner.__init__, before_trainer)
     for name in METHODS:
         setattr(owner, name, _through(getattr(owner, name), name.lstrip("_")))
 
 
-def _before_trainer(trainer: Any, given: Mapping[str, Any]) -> None:
+def before_trainer(trainer: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what cannot be done, as the first thing of a trainer's ``__init__``; a dry run puts its own in the place of this."""
     from spec_plugin_trl import options
 
     _made.append(type(trainer).__name__)
@@ -214,14 +215,16 @@ def _llm(original: Callable[..., Any], **kwargs: Any) -> Any:
 def _other_module(module: ModuleType) -> None:
     owner = getattr(module, OTHERS[module.__name__], None)
     if owner is not None:
-        owner.__init__ = _known_while_made(_other, owner.__init__, _before_other)
+        owner.__init__ = _known_while_made(_other, owner.__init__, before_other)
 
 
-def _before_other(trainer: Any, given: Mapping[str, Any]) -> None:
+def before_other(trainer: Any, given: Mapping[str, Any]) -> None:
+    """The same of a trainer that has no adapter."""
+    from spec_plugin.adapter import refuse
     from spec_plugin_trl import options
 
     try:
-        options.refuse_other(type(trainer), given)
+        refuse(options.of_other(type(trainer), given), LEAVE_OUT)
     except Exception:
         _made.append(type(trainer).__name__)
         raise

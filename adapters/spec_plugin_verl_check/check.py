@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from spec_plugin.adapter import (
     FindModel,
@@ -16,17 +14,15 @@ from spec_plugin.adapter import (
     RunPlan,
     SpecConfig,
     SpecConfigError,
-    source_of,
     split_launch,
     unsupported,
+    version_of,
 )
-from spec_plugin_verl_check import fields, options, recurrent
+from spec_plugin_verl_check import options, recurrent
 from spec_plugin_verl_check.actors import ACTORS, options_of
-from spec_plugin_verl_check.compose import compose_config, refused_by_verl
-from spec_plugin_verl_check.entries import ENTRIES, MAIN, Entry, hybrid_replicas
+from spec_plugin_verl_check.compose import ENTRIES, MAIN, REFUSALS, Entry, compose_config
 
-_MODEL = "actor_rollout_ref.model.path"
-#: parts of the configuration that are asked here; those that may also be null or absent come second
+#: parts of the configuration that are asked here, and those that may also be null or absent
 _SECTIONS = (
     "actor_rollout_ref.actor",
     "actor_rollout_ref.rollout.checkpoint_engine",
@@ -34,7 +30,7 @@ _SECTIONS = (
     "algorithm",
     "trainer.v1",
 )
-_OPTIONAL_SECTIONS = (
+_OPTIONAL = (
     "actor_rollout_ref.rollout.engine_kwargs.vllm",
     "actor_rollout_ref.model.lora",
     "algorithm.rollout_correction",
@@ -49,62 +45,56 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         find: looks for the model's config.json.
     """
     module, given = split_launch(arguments)
-    before: list[Objection] = []
-    entry = MAIN if module is None else ENTRIES.get(module)
+    entry = ENTRIES.get(module or MAIN.module)
     if entry is None:
-        before.append(_about_module(str(module)))
-        entry = MAIN
-    composed = compose_config(given, entry)
-    before += composed.objections
-    config = composed.config
-    if config is None:
-        return RunPlan("verl", tuple(before), unseen=("everything else: verl would not get a configuration",))
-    before += fields.unknown_fields(config, composed.objections)
-    if broken := list(_broken_sections(config)):
-        return RunPlan("verl", (*before, *broken), unseen=("everything else",))
+        instead = f"use {MAIN.module} with trainer.v1.trainer_mode={' or '.join(options.MODES)}"
+        return _stopped(unsupported("-m", module, f"the trainer {module}", instead))
     try:
-        entry.complete(config)
-        found = _plan(config, entry, before, find)
-    except OmegaConfBaseException as error:  # a mandatory value is missing, an interpolation leads nowhere
-        return RunPlan("verl", (*before, _incomplete(error)), unseen=("everything that depends on that option",))
-    try:
-        OmegaConf.resolve(config)  # as the run does: also what nobody here has looked at
-    except OmegaConfBaseException as error:
-        return replace(found, objections=(*found.objections, _incomplete(error)))
-    return found
+        config = compose_config(given, entry)
+        broken = list(_broken_sections(config))
+        if not broken:
+            OmegaConf.resolve(config)  # as the run does: also what nobody here looks at
+    except FileNotFoundError as error:
+        return _stopped(Objection("", "", str(error), str(error), "run the check where verl is installed", "verl"))
+    except REFUSALS as error:
+        lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+        return _stopped(_of_verl(". ".join(lines[:2])))  # further ones are of hydra's inside
+    return _stopped(*broken) if broken else _plan(config, entry, find)
 
 
-def _about_module(module: str) -> Objection:
-    instead = f"use {MAIN.module} with trainer.v1.trainer_mode={' or '.join(options.MODES)}"
-    if not source_of("verl", f"{'/'.join(module.split('.')[1:])}.py"):
-        return refused_by_verl("-m", module, "it has no such module", instead)
-    return unsupported("-m", module, f"the trainer {module}", instead)
+def _stopped(*objections: Objection) -> RunPlan:
+    return RunPlan("verl", objections, unseen=("everything else: verl would not get a configuration",))
+
+
+def _of_verl(why: str) -> Objection:
+    version = version_of("verl") or ""
+    instead = f"write it as {MAIN.module} of verl {version} takes it, or remove it"
+    return Objection(
+        "",
+        "",
+        f"arguments that verl {version} does not take",
+        f"verl {version} refuses this itself: {why}",
+        instead,
+        "verl",
+    )
 
 
 def _broken_sections(config: Any) -> Iterator[Objection]:
-    for name in (*_SECTIONS, *_OPTIONAL_SECTIONS):
+    for name in (*_SECTIONS, *_OPTIONAL):
         section = OmegaConf.select(config, name)
-        if not (isinstance(section, DictConfig) or (section is None and name in _OPTIONAL_SECTIONS)):
-            why = f"{name}={section}: verl expects a section of options here"
-            yield Objection(name, str(section), "a section that is none", why, "remove the override", "verl")
+        if not (isinstance(section, DictConfig) or (section is None and name in _OPTIONAL)):
+            yield _of_verl(f"{name}={section}: verl expects a section of options here")
 
 
-def _incomplete(error: OmegaConfBaseException) -> Objection:
-    message = str(error).splitlines()[0]
-    return Objection("", "", "a configuration that is not complete", message, "set it", "verl")
-
-
-def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -> RunPlan:
+def _plan(config: Any, entry: Entry, find: FindModel) -> RunPlan:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     device = str(config.trainer.get("device", "cuda"))
     found = [
-        *before,
         *options.misplaced(OmegaConf.to_container(config, resolve=False)),
         *options.objections(rollout, model, config, device),
-        *hybrid_replicas(config),
     ]
     if any(o.reason == options.NO_SIZE for o in found):
-        return RunPlan("verl", tuple(found), unseen=("everything that depends on it",))
+        return _stopped(*found)
     spec = SpecConfig.parse(None)
     try:
         spec = options.read_config(rollout)
@@ -122,7 +112,7 @@ def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -
         spec=spec,
         target=options.target_info(rollout, str(model.path), hf, model, engine_options=arguments),
         model=looked_up,
-        model_option=_MODEL,
+        model_option="actor_rollout_ref.model.path",
         shape=_shape(config, entry),
         shapes=_shapes(config, entry, hf.get("model_type")),
         eager=bool(arguments["enforce_eager"]),
@@ -138,9 +128,8 @@ def _plan(config: Any, entry: Entry, before: list[Objection], find: FindModel) -
 def _sequence_parallel(config: Any) -> int:
     """verl takes the actor's own option, which is the older one, where it is above 1."""
     actor = config.actor_rollout_ref.actor
-    older = actor.get("ulysses_sequence_parallel_size")
-    newer = (actor.get("fsdp_config") or {}).get("ulysses_sequence_parallel_size")
-    return next((size for size in (older, newer) if isinstance(size, int) and size > 1), 1)
+    sizes = (section.get("ulysses_sequence_parallel_size") for section in (actor, actor.get("fsdp_config") or {}))
+    return next((size for size in sizes if isinstance(size, int) and size > 1), 1)
 
 
 def _sizes(config: Any) -> tuple[int, int, int]:
@@ -151,9 +140,8 @@ def _sizes(config: Any) -> tuple[int, int, int]:
         return per_node * nodes if isinstance(per_node, int) and isinstance(nodes, int) else 0
 
     rollout = config.actor_rollout_ref.rollout
-    size = rollout.tensor_model_parallel_size
     apart = config.trainer.v1.trainer_mode == options.APART
-    return ranks(config.trainer), ranks(rollout if apart else config.trainer), size if isinstance(size, int) else 0
+    return ranks(config.trainer), ranks(rollout if apart else config.trainer), rollout.tensor_model_parallel_size
 
 
 def _shape(config: Any, entry: Entry) -> str:
@@ -161,10 +149,9 @@ def _shape(config: Any, entry: Entry) -> str:
     mode, slices = entry.mode(config), _sequence_parallel(config)
     asynchronous = "" if mode == options.MODES[0] else f"{mode}; "
     ulysses = f", Ulysses over {slices}" if slices > 1 else ""
-    count = f"{all_engines // size} " if all_engines and size else ""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     actors = f"{asynchronous}{ranks or '?'} {actor.strategy} actor ranks{ulysses}"
-    return f"{actors}; {count}{rollout.get('name')} engines of {size or '?'} ranks each"
+    return f"{actors}; {all_engines // size or '?'} {rollout.get('name')} engines of {size} ranks each"
 
 
 def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
@@ -197,16 +184,10 @@ def _notes(config: Any, entry: Entry) -> Iterator[str]:
         yield "rollout.calculate_log_probs=False: the flag asks the engine for log-probs all the same, to verify them"
     if model.external_lib and "spec_plugin_verl" not in str(model.external_lib):
         yield f"model.external_lib={model.external_lib} is set: give both, [{model.external_lib},spec_plugin_verl]"
-    if model.lora_adapter_path and options.lora(model) is None:
-        yield "model.lora_adapter_path without model.lora_rank: verl 0.9.1 loads no adapter, and trains all weights"
-    if (config.get("distillation") or {}).get("enabled"):
-        yield "distillation: the teachers' engines run without drafts"
     if entry.only:
         yield f"{entry.module} takes the flag as {options.EVERYWHERE}"
     if mode != options.MODES[0]:
         yield f"{mode}: rollouts lag behind the policy; each token's log-prob is judged by how many versions it is old"
-    if mode == options.APART and options.dies_of_its_own_log():
-        yield "verl dies at its start here, with the flag or without, unless VERL_LOGGING_LEVEL=WARNING is set"
     if rollout.free_cache_engine:
         yield "the engine sleeps between rollouts (free_cache_engine): the draft is refreshed after each wake"
-    yield "verl's own checks (batch sizes and the like) were not run"
+    yield "verl's own checks were not run: batch sizes, options that its dataclasses lack, and the like"

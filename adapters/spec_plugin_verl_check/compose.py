@@ -1,8 +1,8 @@
-"""verl's configuration from the arguments of its main, composed by hydra as verl does it, without importing verl."""
+"""verl's trainers as people start them, and their configuration, composed by hydra as verl does it, without importing verl."""
 
 from __future__ import annotations
 
-import re
+import argparse
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,104 +10,80 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_plugin.adapter import Objection, folder_of, version_of
-from spec_plugin_verl_check.entries import MAIN, Entry
+from spec_plugin.adapter import folder_of
+from spec_plugin_verl_check.options import APART
 
-#: hydra's flags that choose the configuration; its others say what to do with it, and do not start a run
-_CHOOSING = {
-    **dict.fromkeys(("--config-path", "-cp"), "path"),
-    **dict.fromkeys(("--config-name", "-cn"), "name"),
-    **dict.fromkeys(("--config-dir", "-cd"), "dir"),
-}
+#: what hydra raises of arguments and configurations; ValueError: of odd groups, and of numbers with thousands of digits;
+#: RecursionError: of lists in lists
+REFUSALS = (HydraException, OmegaConfBaseException, argparse.ArgumentError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True)
-class Composed:
-    """A configuration, None where verl would not get one, and what verl itself would refuse."""
+class Entry:
+    """A module that ``python -m`` starts."""
 
-    config: Any
-    objections: tuple[Objection, ...]
+    module: str
+    folder: str  # with its folder ``config``, relative to verl's own
+    name: str  # its primary configuration
+    only: str = ""  # the one mode that its trainer has, with engines in processes of their own; empty: it has an option
 
-
-def refused_by_verl(option: str, value: str, why: str, instead: str = "") -> Objection:
-    """An argument that verl itself stops at.
-
-    Args:
-        option: as the user writes it.
-        value: that it has.
-        why: verl's or hydra's own words.
-        instead: an imperative; empty: a general one.
-    """
-    version = version_of("verl") or ""
-    reason, why = f"arguments that verl {version} does not take", f"verl {version} refuses this itself: {why}"
-    return Objection(option, value, reason, why, instead or f"write it as verl {version} does, or remove it", "verl")
+    def mode(self, config: Any) -> str:
+        """How trainer and engines take turns, in verl's words."""
+        return self.only or str(config.trainer.v1.trainer_mode)
 
 
-def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Composed:
-    """Compose as ``python -m`` with this entry would.
+MAIN = Entry("verl.trainer.main_ppo", "trainer", "ppo_trainer")
+_APART = (
+    Entry(
+        "verl.experimental.fully_async_policy.fully_async_main",
+        "experimental/fully_async_policy",
+        "fully_async_ppo_trainer",
+        "fully_async",
+    ),
+    Entry(
+        "verl.experimental.one_step_off_policy.main_ppo",
+        "experimental/one_step_off_policy",
+        "one_step_off_ppo_trainer",
+        "one_step_off",
+    ),
+)
+ENTRIES = {entry.module: entry for entry in (MAIN, *_APART)}
 
-    An override that this verl does not take is reported with hydra's message and then forced (``++``), so that the rest
-    can be judged.
+
+def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Any:
+    """verl's configuration as ``python -m`` with this entry would have it.
 
     Args:
         arguments: of its main, hydra's own flags included.
         entry: which of verl's trainers.
+
+    Raises:
+        FileNotFoundError: if verl is not installed.
+        REFUSALS: hydra's own, in whose words verl refuses them too.
     """
-    found: list[Objection] = []
     folder = folder_of("verl")
     if folder is None:
-        why, instead = "verl is not installed here", "run the check where verl is installed"
-        return Composed(None, (Objection("", "", why, why, instead, "verl"),))
-    chosen, overrides = _split(arguments)
-    config_dir = (folder / entry.folder / chosen.get("path", "config")).resolve()
-    name = chosen.get("name", entry.name).removesuffix(".yaml")
+        raise FileNotFoundError("verl is not installed here")
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    given, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
     # one of verl's own configurations looks for the others beside the folder in which it is started
-    search = [Path(chosen["dir"]).resolve()] if "dir" in chosen else []
-    search += [folder / MAIN.folder / "config"] if entry is not MAIN else []
-    if search:
-        overrides.append(f"hydra.searchpath=[{','.join(f'file://{path}' for path in search)}]")
-    while True:
-        try:
-            with warnings.catch_warnings(), initialize_config_dir(str(config_dir), version_base=None):
-                warnings.simplefilter("ignore")  # a search path that is not there; hydra's error says what that means
-                return Composed(compose(name, overrides), tuple(found))
-        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-            # ValueError: of odd groups, and of numbers with thousands of digits; RecursionError: of lists in lists
-            lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
-            at = None if isinstance(error, MissingConfigException) else _blamed(lines[0], overrides)
-            if at is None:
-                found.append(refused_by_verl("", "", ". ".join(lines[:2])))
-                return Composed(None, tuple(found))
-            option, _, value = overrides[at].partition("=")
-            found.append(refused_by_verl(option, value, lines[0]))
-            if option.startswith(("++", "~")):  # forced already, or it would delete what is not there
-                del overrides[at]
-            else:
-                overrides[at] = f"++{overrides[at].lstrip('+')}"
-
-
-def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """What hydra's flags choose, and the overrides."""
-    chosen: dict[str, str] = {}
-    overrides: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        flag, has_value, value = argument.partition("=")
-        if flag in _CHOOSING:
-            chosen[_CHOOSING[flag]] = value if has_value or not rest else rest.pop(0)
-        else:
-            overrides.append(argument)
-    return chosen, overrides
-
-
-def _blamed(message: str, overrides: Sequence[str]) -> int | None:
-    """Which override hydra complains of: it quotes the key."""
-    for at, override in enumerate(overrides):
-        key = override.lstrip("+~").partition("=")[0]
-        if key and re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message):
-            return at
-    return None
+    search = [folder / MAIN.folder / "config"] if entry is not MAIN else []
+    search += [Path(given.config_dir).resolve()] if given.config_dir else []
+    more = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in search)}]"] if search else []
+    config_dir = (folder / entry.folder / (given.config_path or "config")).resolve()
+    name = (given.config_name or entry.name).removesuffix(".yaml")
+    with warnings.catch_warnings(), initialize_config_dir(str(config_dir), version_base=None):
+        warnings.simplefilter("ignore")  # a search path that is not there; hydra's error says what that means
+        config = compose(name, [*given.overrides, *more])
+    if entry.only:  # what its main writes into it before verl reads it, and the mode that is not written there
+        rollout = config.actor_rollout_ref.rollout
+        rollout.nnodes, rollout.n_gpus_per_node = config.rollout.nnodes, config.rollout.n_gpus_per_node
+        config.trainer.v1.trainer_mode = APART
+    return config

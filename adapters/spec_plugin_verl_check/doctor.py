@@ -38,32 +38,19 @@ def examine() -> Iterable[Diagnosis]:
     verl is reached by name only: what judges a run's arguments does without it.
     """
 
-    def rollout() -> Any:
-        return import_module("verl.workers.rollout.base").get_rollout_class("vllm", "async")
-
-    def replica() -> Any:
-        return import_module("verl.workers.rollout.replica").get_rollout_replica_class("vllm")
-
-    def engines() -> Any:
-        return import_module("verl.workers.engine").EngineRegistry
-
     def engine(backend: str) -> Any:
-        return engines().get_engine_cls("language_model", backend)
+        return import_module("verl.workers.engine").EngineRegistry.get_engine_cls("language_model", backend)
 
     lookups: dict[str, Callable[[], Any]] = {
-        "verl rollout": rollout,
-        "verl replica": replica,
-        "verl engine fsdp": partial(engine, "fsdp"),
-        "verl engine fsdp2": partial(engine, "fsdp2"),
+        "verl rollout": lambda: import_module("verl.workers.rollout.base").get_rollout_class("vllm", "async"),
+        "verl replica": lambda: import_module("verl.workers.rollout.replica").get_rollout_replica_class("vllm"),
+        **{f"verl engine {backend}": partial(engine, backend) for backend in ("fsdp", "fsdp2")},
     }
     found = [look_up(name, lookup, _ADAPTER) for name, lookup in lookups.items()]
     if all(finding.state == "ok" for finding in found):
-        there = engines()._engines["language_model"]
-        found += [
-            look_up(f"verl engine {backend}", partial(engine, backend), _ADAPTER)
-            for backend in _OTHER_BACKENDS
-            if backend in there
-        ]
+        there = import_module("verl.workers.engine").EngineRegistry._engines["language_model"]
+        others = [backend for backend in _OTHER_BACKENDS if backend in there]
+        found += [look_up(f"verl engine {backend}", partial(engine, backend), _ADAPTER) for backend in others]
     return found
 
 

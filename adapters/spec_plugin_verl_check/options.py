@@ -19,7 +19,6 @@ from spec_plugin.adapter import (
     SpecConfigError,
     TargetInfo,
     meant_for_us,
-    source_of,
     unsupported,
 )
 from spec_plugin_verl_check import actors
@@ -207,7 +206,7 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
     if _value(model, "mtp.enable"):
         yield unsupported(f"{_MODEL}mtp.enable", True, "a second drafting method (MTP)", "set it to False")
     if lora(model) == "adapter":
-        yield from _adapters(rollout, model, device)
+        yield from _adapters(rollout, model)
     if device not in DEVICES:
         yield unsupported("trainer.device", device, f"the device {device}", f"use one of {', '.join(DEVICES)}")
     if config is not None:
@@ -216,15 +215,12 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
 
 def _no_sizes(rollout: Any, model: Any) -> Iterator[Objection]:
     """Sizes that are compared here and are none; verl passes them on to where nobody says which option it was."""
+    given = engine_kwargs(rollout)
     sizes = {f"{_ROLLOUT}{name}": _value(rollout, name) for name in ("max_num_seqs", "tensor_model_parallel_size")}
-    for name in ("max_num_seqs", "tensor_parallel_size"):
-        sizes[f"{_ROLLOUT}engine_kwargs.vllm.{name}"] = engine_kwargs(rollout).get(name, 1)
-    or_none = {
-        f"{_MODEL}lora_rank": _value(model, "lora_rank"),
-        f"{_MODEL}lora.rank": _value(model, "lora.rank"),
-        f"{_ROLLOUT}max_model_len": _value(rollout, "max_model_len"),
-        f"{_ROLLOUT}expert_parallel_size": _value(rollout, "expert_parallel_size"),
-    }
+    kwargs = f"{_ROLLOUT}engine_kwargs.vllm."
+    sizes |= {f"{kwargs}{name}": given[name] for name in ("max_num_seqs", "tensor_parallel_size") if name in given}
+    or_none = {f"{_MODEL}{name}": _value(model, name) for name in ("lora_rank", "lora.rank")}
+    or_none |= {f"{_ROLLOUT}{name}": _value(rollout, name) for name in ("max_model_len", "expert_parallel_size")}
     for option, value in {**sizes, **{name: value or 1 for name, value in or_none.items()}}.items():
         if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and option in sizes):
             yield Objection(option, str(value), NO_SIZE, "this must be a whole number, 1 or more", "set one")
@@ -272,16 +268,11 @@ def _handed_to_vllm(rollout: Any) -> Iterator[Objection]:
             yield unsupported(f"{where}{name}", given[name], what, "remove it")
 
 
-def _adapters(rollout: Any, model: Any, device: str) -> Iterator[Objection]:
+def _adapters(rollout: Any, model: Any) -> Iterator[Objection]:
     """LoRA adapters in the engine."""
-    what, merge = "LoRA adapters in the engine", f"set {_MODEL}lora.merge=True"
-    option = "lora_rank" if _value(model, "lora_rank") else "lora.rank"
-    if device != "cpu" and (broken := missing_for_adapters()):
-        why = f"verl cannot serve adapters here: {broken}"
-        yield Objection(f"{_MODEL}{option}", str(_value(model, option)), what, why, merge, "verl")
     if (backend := rollout.checkpoint_engine.backend) != "naive":
-        where = f"{_ROLLOUT}checkpoint_engine.backend"
-        yield unsupported(where, backend, "LoRA adapters in engines apart from the actor", merge)
+        where, instead = f"{_ROLLOUT}checkpoint_engine.backend", f"set {_MODEL}lora.merge=True"
+        yield unsupported(where, backend, "LoRA adapters in engines apart from the actor", instead)
     trained = as_builtin(_value(model, "target_modules")) or ()
     names = (trained,) if isinstance(trained, str) else tuple(map(str, trained))
     if shared := [name for name in names if name.rpartition(".")[2] in SHARED_MODULES]:
@@ -289,53 +280,15 @@ def _adapters(rollout: Any, model: Any, device: str) -> Iterator[Objection]:
         yield unsupported(f"{_MODEL}target_modules", shared, "LoRA adapters of the embedding or the LM head", instead)
 
 
-def missing_for_adapters() -> str:
-    """What verl's LoRA adapters need of vLLM and do not find there; empty where nothing is missing.
-
-    Both are read as text: importing them takes half a minute.
-    """
-    symbol = "get_unstacked_mapper"
-    uses = source_of("verl", "utils/vllm/utils.py")
-    has = source_of("vllm", "model_executor/models/utils.py")
-    if symbol in uses and has and symbol not in has:
-        return f"its first weight sync needs vLLM's WeightsMapper.{symbol}, which the installed vLLM lacks"
-    return ""
-
-
-def dies_of_its_own_log() -> bool:
-    """Does verl's ``separate_async``, without hybrid replicas, log with an argument that logging does not know."""
-    return "flush=True" in source_of("verl", "trainer/ppo/v1/trainer_separate_async.py")
-
-
 def _run(config: Any) -> Iterator[Objection]:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     yield from actors.objections(actor.strategy, actors.options_of(actor), lora(model) is not None)
-    yield from _adapter_without_rank(config)
     if not config.trainer.use_v1:
         yield unsupported("trainer.use_v1", False, "verl's legacy trainer", "set it to True")
     yield from _mode(config.trainer.v1.trainer_mode, config.actor_rollout_ref.hybrid_engine)
-
-
-def _adapter_without_rank(config: Any) -> Iterator[Objection]:
-    """verl takes the path for a sign that the actor has adapters, and its rank for the reason to give it some."""
-    model = config.actor_rollout_ref.model
-    path = model.get("lora_adapter_path")
-    wanted = _value(config, "actor_rollout_ref.actor.use_kl_loss") or _value(config, "algorithm.use_kl_in_reward")
-    if path is not None and lora(model) is None and wanted and misses_an_adapter():
-        why = (
-            "verl loads no adapter whose rank is not given, and then dies of the KL term: it asks the actor for the reference's "
-            "log-probs without the adapter"
-        )
-        instead = f"set {_MODEL}lora_rank to the adapter's rank"
-        yield Objection(f"{_MODEL}lora_adapter_path", str(path), "an adapter without its rank", why, instead, "verl")
-
-
-def misses_an_adapter() -> bool:
-    """Does verl ask the actor for the reference's log-probs wherever the path of an adapter is given."""
-    asks = (
-        'self.ref_in_actor = lora_rank > 0 or self.config.actor_rollout_ref.model.get("lora_adapter_path") is not None'
-    )
-    return asks in source_of("verl", "trainer/ppo/v1/trainer_base.py")
+    for name in ("use_trainer_do_validate", "use_dynamic_resource_scheduling"):  # of fully_async
+        if _value(config, f"async_training.{name}"):
+            yield unsupported(f"async_training.{name}", True, BOTH_PLACES, "set it to False")
 
 
 def _mode(mode: str, hybrid: bool) -> Iterator[Objection]:

@@ -149,8 +149,8 @@ def doctor(target: Path | None, draft: Path | None, as_json: bool) -> None:
 _CHECK_HELP = """Say in seconds whether a run would be accepted, what it would do, or what to set instead.
 
 TRAINER is verl, openrlhf or trl (or another adapter's name); ARGUMENTS are what the trainer gets, or the whole command line.
-The run is judged as if the flag were set, so it need not be there. Nothing is started, changed or downloaded, and no
-GPU is needed; the trainer must be installed, since its own configuration is read.
+The run is judged as if the flag were set, so it need not be there. Unless it is asked for a dry run, nothing is
+started, changed or downloaded, and no GPU is needed; the trainer must be installed, since its own configuration is read.
 
 \b
 Examples:
@@ -159,7 +159,7 @@ Examples:
   spec-plugin check verl --model-config qwen3.json -- python -m verl.trainer.main_ppo …
   spec-plugin check openrlhf -- --actor.model_name_or_path Qwen/Qwen3-8B --vllm.num_engines 4 --spec.k 5
   spec-plugin check openrlhf --json -- ray job submit -- python -m openrlhf.cli.train_ppo_ray …
-  spec-plugin check trl -- accelerate launch train.py …
+  spec-plugin check trl -- --spec.dry_run accelerate launch train.py …   (runs the script until it makes the trainer)
   spec-plugin check trl -- --spec.k 5 trl grpo --model_name_or_path Qwen/Qwen3-8B --use_vllm …
 
 It lists everything that stands in the way, each with the option, its value and what to set instead; the run itself

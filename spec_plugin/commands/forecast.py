@@ -70,7 +70,7 @@ def judge(plan: RunPlan) -> Judgement:
     else:
         try:
             method = _method(run)
-            objections += _lossy_method(method)
+            objections += [*_lossy_method(method), *_heads_of_the_draft(run, method)]
             check_states(run.target.hf_config, method.ragged, method.name)
             notes += _about_target(run, method)
         except DraftNotHereError as error:
@@ -118,6 +118,19 @@ def _lossy_method(method: Method) -> Iterator[Objection]:
         check_speculative_config(method.settings, _device_type())
     except SpecConfigError as error:
         yield Objection("", "", "a spec option", str(error), "set spec.draft_sample_method to greedy")
+
+
+def _heads_of_the_draft(run: RunFacts, method: Method) -> Iterator[Objection]:
+    """Those that tensor parallel ranks cannot share out, for which vLLM would not start; of the policy's it says so itself."""
+    ranks = run.target.tensor_parallel
+    configs = (method.draft_config, run.target.hf_config)
+    draft, policy = (text_part(hf or {}).get("num_attention_heads") for hf in configs)
+    if not (isinstance(draft, int) and isinstance(policy, int) and ranks > 0):
+        return
+    if draft % ranks and not policy % ranks and method.settings.get("draft_tensor_parallel_size") != 1:
+        reason = "attention heads of the draft that tensor parallel ranks cannot share out"
+        why = f"vLLM would refuse to start: {ranks} tensor parallel ranks cannot share out the draft's {draft} attention heads"
+        yield Objection(run.tensor_parallel_option, str(ranks), reason, why, f"set it to a divisor of {draft}")
 
 
 def _device_type() -> str:

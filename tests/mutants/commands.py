@@ -399,4 +399,12 @@ MUTATIONS = (
         "of a model that nobody could look at check says that there is nothing to train",
         ("test_check_command.py",),
     ),
+    Mutation(
+        "spec_plugin/commands/forecast.py",
+        "_heads_of_the_draft",
+        ' and method.settings.get("draft_tensor_parallel_size") != 1',
+        "",
+        "a draft that runs on one rank is refused for its heads",
+        ("test_check_command.py",),
+    ),
 )

@@ -245,7 +245,7 @@ def test_a_bad_argument_of_verl_is_named_by_the_check(tmp_path: Path, given: str
 @pytest.fixture(scope="session")
 def stock() -> Any:
     """The parts of verl's own configuration that are asked."""
-    whole = compose_config(["actor_rollout_ref.model.path=x", f"{ROLLOUT}name=vllm"]).config.actor_rollout_ref
+    whole = compose_config(["actor_rollout_ref.model.path=x", f"{ROLLOUT}name=vllm"]).actor_rollout_ref
     return {name: verl.as_builtin(whole[name]) for name in ("rollout", "model")}
 
 

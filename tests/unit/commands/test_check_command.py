@@ -237,6 +237,23 @@ def test_what_the_draft_keeps_in_the_engine_is_told(method: str, layers: str) ->
     assert f"the KV cache of {layers} beside the target's 36" in found.facts["draft in the engine"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings", "refused"),
+    [(2, {}, False), (4, {}, True), (4, {"draft_tensor_parallel_size": 1}, False), (3, {}, False)],
+)
+def test_heads_of_a_draft_that_ranks_cannot_share_out_are_refused(
+    ranks: int, settings: dict[str, object], refused: bool
+) -> None:
+    """Without the flag that run would start; of 32 heads over three ranks it would not, and vLLM says so."""
+    target = TargetInfo("m", QWEN3, "bfloat16", tensor_parallel=ranks)
+    method = Method("frozen", settings, hf_config={"num_attention_heads": 6})
+    run = RunFacts(
+        SpecConfig.parse(None), target, Model("m", QWEN3, ""), "path", "", (), tensor_parallel_option="the.tp"
+    )
+    said = [str(objection) for objection in forecast._heads_of_the_draft(run, method)]
+    assert [f"(the.tp={ranks}): set it to a divisor of 6" in one for one in said] == [True] * refused
+
+
 def test_a_layer_that_the_target_brings_is_one_though_its_config_json_is_the_targets() -> None:
     more = {
         "num_nextn_predict_layers": 1,

@@ -32,7 +32,6 @@ OWN = {
     "spec_plugin/sources.py: source_of": "of an installed library",
     "draft_training/parsing.py: lazily": "of this package",
     "adapters/spec_plugin_openrlhf/checkpoints.py: latest": "written by the trainer's own process",
-    "adapters/spec_plugin_verl_check/fields.py: _classes": "of the installed verl",
 }
 
 

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("verl")
 from spec_plugin_verl.gate import Gate
-from spec_plugin_verl_check.options import dies_of_its_own_log
 from verl.workers.rollout.replica import RolloutMode
 
 from spec_plugin import LosslessError, SpecConfig, SpecConfigError
 from spec_plugin.events import EngineSchedule, Schedule, SelfTestReport
+from spec_plugin.sources import source_of
 
 
 class Front:
@@ -337,4 +337,4 @@ def test_an_engine_that_rolls_out_already_is_not_tested():
 
 def test_verl_still_dies_of_its_own_log_line():
     """When this fails: drop VERL_LOGGING_LEVEL from spec_plugin_verl_cpu.run, and the line on it in docs/asynchronous.md."""
-    assert dies_of_its_own_log()
+    assert "flush=True" in source_of("verl", "trainer/ppo/v1/trainer_separate_async.py")
