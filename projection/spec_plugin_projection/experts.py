@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_training.outside import is_size, text_part
-from spec_plugin.commands.engine_limits import EXPERTS
 
+#: what families call the number of experts of a layer
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 #: what families call the number of experts that each token is routed to
 TAKEN = ("num_experts_per_tok", "moe_k")
 

@@ -280,14 +280,6 @@ MUTATIONS = (
         ("test_report_findings.py",),
     ),
     Mutation(
-        _FINDINGS,
-        "_states",
-        "elif span.reason in (Reason.PAIRS_SLOWER.name, Reason.ROLLOUTS_SLOWER.name):",
-        "elif False:",
-        "law 7: that whole rollouts were slower with drafts is found nowhere but in the console log",
-        ("test_report_findings.py",),
-    ),
-    Mutation(
         _CHANGES,
         "shifts_of",
         "change > _NOISES * max(noise, usual)",

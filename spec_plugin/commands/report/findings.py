@@ -46,13 +46,11 @@ def findings_of(run: LoggedRun) -> list[RunFinding]:
 
 
 def _states(run: LoggedRun) -> Iterator[RunFinding]:
-    """Trouble, drafts that were slower than plain decoding, and whether it drafted at all."""
+    """Trouble, and whether it drafted at all."""
     spans, drafted = spans_of(run), run.drafted
     for span in spans:
         if span.state == "failed":
             yield RunFinding("bad", f"{span.where}: drafting had failed and was off: {span.why}", span.first)
-        elif span.reason in (Reason.PAIRS_SLOWER.name, Reason.ROLLOUTS_SLOWER.name):
-            yield RunFinding("warn", f"{span.where}: drafting paused: {span.why}", span.first)
     if drafted:
         text = f"drafting began at step {drafted[0]}; {len(drafted)} of {len(run.numbers)} steps drafted"
         yield RunFinding("fine", text, drafted[0])

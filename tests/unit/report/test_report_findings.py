@@ -131,11 +131,6 @@ def test_trouble_is_found_by_its_code():
     ]
 
 
-def test_rollouts_that_were_slower_are_a_finding_without_any_log():
-    slower = coded(9, lambda s: as_metrics(Reason.ROLLOUTS_SLOWER if s > 4 else Reason.PREDICTED_TO_PAY))
-    assert "steps 5 to 9: drafting paused: whole rollouts were slower with drafts than without" in texts(slower, "warn")
-
-
 def test_that_the_user_wants_no_drafts_is_no_warning():
     run = coded(3, lambda s: as_metrics(Reason.SERVE_NEVER), spec_on=0, spec_acceptance_length=1.0)
     assert "nothing was drafted; at the end: serve=never" in texts(run, "fine") and texts(run, "warn") == []
