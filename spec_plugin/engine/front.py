@@ -31,9 +31,9 @@ from spec_plugin.engine.schedule.channel import (
 )
 from spec_plugin.engine.schedule.counters import read_spec_counters
 from spec_plugin.engine.schedule.scheduler import SCHEDULER
-from spec_plugin.engine.selftest.plan import SelfTestPlan
+from spec_plugin.engine.selftest.plan import SelfTestPlan, questions_and_noise
 from spec_plugin.engine.selftest.probe import TOP
-from spec_plugin.engine.selftest.test import questions_and_noise, run_self_test
+from spec_plugin.engine.selftest.test import run_self_test
 from spec_plugin.engine.states import check_states, for_states, turned_off
 from spec_plugin.engine_class import keeps_states
 from spec_plugin.errors import SpecConfigError, pass_on

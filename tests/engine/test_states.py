@@ -14,11 +14,12 @@ import hybrid
 from live import VOCAB, K, close_all
 
 from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.selftest.plan import SelfTestPlan
-from spec_plugin.engine.selftest.probe import Probe
-from spec_plugin.engine.selftest.states import states_checks
-from spec_plugin.engine.selftest.test import default_prompts, run_self_test, tolerance
-from spec_plugin.engine.selftest.verdicts import Sampled, greedy_check
+from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan, questions_and_noise
+from spec_plugin.engine.selftest.probe import TOP, Probe
+from spec_plugin.engine.selftest.states import states_stage
+from spec_plugin.engine.selftest.test import run_self_test
+from spec_plugin.engine.selftest.verdicts import greedy_check
+from spec_plugin.events import Check
 
 pytestmark = pytest.mark.engine
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -33,21 +34,9 @@ def engine() -> Iterator[hybrid.Hybrid]:
     live.close()
 
 
-def states(live: hybrid.Hybrid, seed: int = 0) -> dict[str, bool]:
-    """Which of the checks of states pass."""
-    prompts = default_prompts(VOCAB, seed=seed)
-    within = tolerance(live.engine.vllm_config.model_config.dtype)
-    checks = live.run(
-        states_checks(Probe(live.engine, SAMPLING, hybrid.AT_ONCE), live.engine, prompts, within), timeout=600
-    )
-    for check in checks:
-        print(f"  {'ok ' if check.passed else 'BAD'} {check.name}: {check.detail}")
-    return {check.name: check.passed for check in checks}
-
-
-def test_the_self_test_passes_a_correct_engine_within_its_time(engine):
-    plan = SelfTestPlan(
-        prompts=default_prompts(VOCAB),
+def plan(seed: int = 0) -> SelfTestPlan:
+    return SelfTestPlan(
+        prompts=questions_and_noise(None, VOCAB, seed),
         sampling=SAMPLING,
         k=K,
         vocab_size=VOCAB,
@@ -57,7 +46,22 @@ def test_the_self_test_passes_a_correct_engine_within_its_time(engine):
         max_num_seqs=hybrid.AT_ONCE,
         whole=True,
     )
-    report = engine.run(run_self_test(engine.engine, plan), timeout=600)
+
+
+def states(live: hybrid.Hybrid, seed: int = 0) -> dict[str, bool]:
+    """Which of the checks of states pass."""
+
+    async def checks() -> list[Check]:
+        return [check async for check in states_stage(Probe(live.engine, SAMPLING, hybrid.AT_ONCE), plan(seed))]
+
+    found = live.run(checks(), timeout=600)
+    for check in found:
+        print(f"  {'ok ' if check.passed else 'BAD'} {check.name}: {check.detail}")
+    return {check.name: check.passed for check in found}
+
+
+def test_the_self_test_passes_a_correct_engine_within_its_time(engine):
+    report = engine.run(run_self_test(engine.engine, plan()), timeout=600)
     print(*(f"\n{c.name}: {c.detail}" for c in report.checks))
     assert report.passed, report.failures()
     names = {check.name for check in report.checks}
@@ -91,7 +95,7 @@ async def _to_the_end(live: hybrid.Hybrid, plain: bool) -> list[Sampled]:
     """Requests of different lengths, all of which fill the context."""
     probe, rng = Probe(live.engine, SAMPLING, hybrid.AT_ONCE), random.Random(5)
     prompts = [[rng.randrange(2, VOCAB) for _ in range(CONTEXT - 24 + 2 * i)] for i in range(8)]
-    options = {"temperature": 0.0, "logprobs": probe.top}
+    options = {"temperature": 0.0, "logprobs": TOP}
     params = [probe.params(CONTEXT - len(p), plain, **options) for p in prompts]
     return await asyncio.gather(*(probe.sample(i, p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))))
 
@@ -109,7 +113,7 @@ def test_states_are_right_up_to_the_end_of_the_context(scheduler):
         before = read_spec_counters()
         spec = live.run(_to_the_end(live, plain=False))
         accepted = read_spec_counters()["accepted_tokens"] - before["accepted_tokens"]
-        check = greedy_check(spec, plain, tolerance(live.engine.vllm_config.model_config.dtype))
+        check = greedy_check(spec, plain, Probe(live.engine, SAMPLING, hybrid.AT_ONCE).tolerance)
         print(check.detail, accepted)
         assert accepted > 8, "or no state stands behind a drafted token"
         wrong = None if check.passed else check.detail

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.engine.selftest.verdicts import Sampled, counts_check, evidence_check
+from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.verdicts import counts_check, evidence_check
 
 Model = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -149,13 +150,8 @@ def _arm(rng: np.random.Generator, sampler: Model, true: Model) -> list[Sampled]
     before = np.concatenate([first, states_after(true, tokens[:, :-1])], 1)
     top_ids = _likeliest(true)[before]
     top = np.log(true[before[..., None], top_ids])
-    hit = top_ids == tokens[..., None]
-    rank = np.where(hit.any(2), hit.argmax(2), -1)
     stated = np.log(true[before, tokens])
-    return [
-        Sampled(i % PROMPTS, tuple(map(int, row)), stated[i], top[i], top_ids[i], rank[i])
-        for i, row in enumerate(tokens)
-    ]
+    return [Sampled(i % PROMPTS, tuple(map(int, row)), stated[i], top[i], top_ids[i]) for i, row in enumerate(tokens)]
 
 
 def _likeliest(of: Model) -> Ints:

@@ -11,8 +11,8 @@ import torch
 
 from spec_plugin.builtin.provenance import ProvenanceGuard
 from spec_plugin.config import SpecConfig
-from spec_plugin.engine.selftest.test import tolerance
-from spec_plugin.engine.selftest.verdicts import Sampled, greedy_check, greedy_limit, greedy_noise
+from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.verdicts import greedy_check, greedy_limit, greedy_noise, tolerance
 from spec_plugin.errors import LogprobProvenanceError
 from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
 

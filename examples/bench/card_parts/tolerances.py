@@ -22,8 +22,8 @@ from examples.bench.card_parts.score import Scorer
 from examples.bench.card_parts.setup import Models, Sizes, mixed_prompts, sizes_of
 from examples.bench.engines import EXTENSION, EngineSettings, describe, engine_options, flag_front
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
-from spec_plugin.engine.selftest.verdicts import Sampled
+from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.probe import TOP, Probe, gather_or_cancel
 from spec_plugin.events import Schedule
 
 TEMPERATURES = (1.0, 0.6)
@@ -111,7 +111,7 @@ async def _greedy(record: Record, front: EngineFront, prompts: Sequence[list[int
             label = f"{name} {at_once} at once"
             if not record.enough_for(15.0, f"greedy, {label}"):
                 continue
-            arms[label] = await _groups(probe, prompts, at_once, GREEDY_TOKENS, logprobs=probe.top)
+            arms[label] = await _groups(probe, prompts, at_once, GREEDY_TOKENS, logprobs=TOP)
     dtype = getattr(torch, record.settings["dtype"])
     for row in compare_greedy(arms, dtype):
         record.row(kind="greedy", **row)

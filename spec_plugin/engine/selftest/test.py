@@ -1,186 +1,133 @@
 """The start-up self-test: proves on the very engine that will roll out that its samples and log-probs are the target's.
 
-Law 2 asks for it because real engines have sampled wrongly without a word. Plain and speculating requests run side by side
-in the same batches (``spec_plugin.engine.schedule.plain``) and must be alike:
+Real engines have sampled wrongly without a word. Plain and speculating requests run side by side in the same batches
+(``spec_plugin.engine.schedule.plain``) and must be alike:
 
-``greedy``      at temperature 0 the same tokens; a difference is a tie when the plain request's own log-probs of the two
-                tokens are closer than rounding explains, or than what plain requests show among themselves in batches of
-                other shapes explains; and it counts only if it shows again;
-``states``      where the target keeps recurrent states, the same of long requests that share prefixes, arrive while others
-                run and are cut (``spec_plugin.engine.selftest.states``);
-``finite``      no log-prob is NaN or infinite, in either arm;
-``samples``     at the run's own sampling options, equal distributions by exact tests (``spec_plugin.engine.selftest.stats``): of
-                token counts between the arms, and of the speculating arm against its stated log-probs;
-``logprobs``    the stated log-probs agree with a teacher-forced recomputation: by the engine itself, as plain requests of one
-                token that end in the prefix (its ``prompt_logprobs`` are no evidence, vLLM issue 53488); one token, or one
-                in 32, that differs too much, where all else agrees, counts if others are found that do;
-``switching``   counts once more, of requests under which k is switched and the draft is paused and goes on
-                (``spec_plugin.engine.selftest.switching``);
+``greedy``      at temperature 0 the same tokens, but for ties: as close as rounding, or what plain requests show among
+                themselves, explains; a difference counts only if it shows again;
+``states``      where the target keeps recurrent states, the same of long requests that come and go (see the module);
+``samples``     at the run's own sampling options: log-probs are finite; token counts of both arms are of one distribution, and
+                the speculating arm's of the stated one (``stats``); and log-probs agree with a teacher-forced recomputation, by
+                plain requests of one token (the engine's ``prompt_logprobs`` are no evidence, vLLM issue 53488);
+``switching``   counts once more, of requests under which k is switched and the draft is paused and goes on (see the module);
 ``break-even``  not a test: what a verification step costs against a plain step, for the controller (law 7).
 
 Chance of rejecting a correct engine: ``alpha``, shared by the two tests under ``samples`` and that under ``switching``. The
-other checks have tolerances for rounding, not error levels; with noise of 0.02 to 0.2 nats on every logit, rounded to bfloat16
-and not, ``greedy`` failed none of 160,000 simulated engines. Tolerance in nats: max(1e-3, 32 * eps of the dtype). Logits of
-language models are about 16 to 32, where neighbouring numbers are 16 to 32 eps / 2 apart: the tolerance is two such steps, 0.25
-for bfloat16, 0.031 for float16; float32 gets a floor of 1e-3 for sums in another order.
+other checks have tolerances for rounding (``verdicts.tolerance``), not error levels; with noise of 0.02 to 0.2 nats on every
+logit, rounded to bfloat16 and not, ``greedy`` failed none of 160,000 simulated engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any
-
-import torch
+from collections.abc import AsyncIterator, Awaitable
 
 from spec_plugin.engine.protocol import Engine
-from spec_plugin.engine.schedule.channel import pause_idle_draft, schedule_state, set_schedule, take_steps
+from spec_plugin.engine.schedule import channel
 from spec_plugin.engine.selftest.plan import SelfTestPlan
-from spec_plugin.engine.selftest.probe import Probe, calibrate
-from spec_plugin.engine.selftest.stages import Arms, greedy_stage, logprobs_stage, samples_stage, states_stage
-from spec_plugin.engine.selftest.states import keeps_states
+from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
+from spec_plugin.engine.selftest.stages import greedy_stage, samples_stage
+from spec_plugin.engine.selftest.states import states_stage
 from spec_plugin.engine.selftest.switching import switching_stage
 from spec_plugin.events import Check, SelfTestReport, StepTiming
 
-MOST_AT_ONCE = 256  # requests: the sampler's memory, with the log-probs of all of them, is nobody's budget
-CALIBRATED_FOR = 0.4  # share of the time in which batch sizes may be calibrated in any case
-_QUESTIONS = ("12+34=", "What is 7 times 8?", "Name three colours.", "987+654=")
-
-
-def default_prompts(
-    vocab_size: int, n: int = 8, length: int = 16, seed: int = 0, avoid: Sequence[int] = ()
-) -> list[list[int]]:
-    """Prompts of random tokens, for adapters that have no real ones at hand (real ones are sharper, so more sensitive)."""
-    rng, banned = random.Random(seed), set(avoid)
-    allowed = [t for t in range(vocab_size) if t not in banned]
-    return [[rng.choice(allowed) for _ in range(length)] for _ in range(n)]
-
-
-def questions_and_noise(tokenizer: Any, vocab_size: int, seed: int) -> list[list[int]]:
-    """Short questions, on which a policy is surer than on noise, and random tokens, on which it is not."""
-    noise = default_prompts(vocab_size, seed=seed)
-    if tokenizer is None:
-        return noise
-    asked = [tokenizer(text)["input_ids"] for text in _QUESTIONS]
-    if tokenizer.chat_template:
-        chats = [[{"role": "user", "content": text}] for text in _QUESTIONS]
-        asked = [tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
-    return [prompt for pair in zip(asked, noise, strict=False) for prompt in pair]
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Difference of two log-probs in nats that rounding explains, see the module's docstring."""
-    return max(1e-3, 32 * float(torch.finfo(dtype).eps))
+TIMED_TOKENS = 17  # that each request of the calibration makes
+TIMED_ROUNDS = 3  # of all batch sizes
+TIMED_UNTIL, TIMED_LEAST = 0.9, 0.4  # shares of the time: after which no batch begins, and that there is in any case
+RESTORE_S = 10.0  # seconds for giving the engine back
 
 
 async def run_self_test(engine: Engine, plan: SelfTestPlan) -> SelfTestReport:
     """Test a running engine; never raises for what the engine does, every trouble is a failed check.
 
     Args:
-        engine: built with ``scheduler_cls=SCHEDULER`` and a dynamic schedule; idle.
+        engine: built with the arguments of ``EngineFront.engine_arguments``; idle, with its draft not paused.
         plan: what is asked of it, and how long that may take.
+
+    Returns:
+        All checks in order. The schedule and the prefix cache are left as if nothing had happened.
     """
-    return await _SelfTest(engine, plan).run()
+    sampling = dict(plan.sampling)
+    if not sampling.get("temperature", 1.0):  # a greedy run: its distribution is what `greedy` tests
+        sampling["temperature"] = 1.0
+    probe = Probe(engine, sampling, plan.at_once, plan.adapter)
+    checks: list[Check] = []
+    steps: list[StepTiming] = []
+    table: list[int] = []
+
+    async def prepare() -> None:
+        table.extend((await channel.schedule_state(engine))["table"])
+        await channel.put_in_force(engine, plan.schedule(plan.k))
+
+    async def collect(stage: AsyncIterator[Check]) -> None:
+        async for check in stage:
+            checks.append(check)
+
+    if not (trouble := await _trouble("engine", prepare(), plan.limit)):
+        stages = {
+            "greedy": greedy_stage,
+            "states": states_stage,
+            "samples": samples_stage,
+            "switching": switching_stage,
+        }
+        if not engine.vllm_config.model_config.is_hybrid:  # it keeps no states beside its cache of keys and values
+            del stages["states"]
+        for name, stage in stages.items():
+            left = probe.begun + plan.limit - time.perf_counter()
+            checks += await _trouble(name, collect(stage(probe, plan)), plan.limit, left)
+        trouble = await _trouble("break-even", collect(calibration(probe, plan, steps)), plan.limit)
+    checks += [*trouble, *await _trouble("restore", restore(engine, table), RESTORE_S)]
+    return SelfTestReport(tuple(checks), time.perf_counter() - probe.begun, tuple(steps))
 
 
-class _SelfTest:
-    """The stages in order, under one deadline; what they have found so far."""
-
-    def __init__(self, engine: Engine, plan: SelfTestPlan) -> None:
-        self.engine, self.plan = engine, plan
-        self.begun = time.perf_counter()
-        sampling = plan.sampling
-        if not sampling.get("temperature", 1.0):  # a greedy run: its distribution is what `greedy` tests
-            sampling = {**sampling, "temperature": 1.0}
-        self.probe = Probe(engine, sampling, min(plan.max_num_seqs, MOST_AT_ONCE), plan.adapter)
-        self.table: list[int] | None = None  # the engine's own, put back in the end
-        self.checks: list[Check] = []
-        self.steps: tuple[StepTiming, ...] = ()
-
-    async def run(self) -> SelfTestReport:
-        """All checks in order; the schedule and the prefix cache are left as if nothing had happened."""
-        probe, plan, arms = self.probe, self.plan, Arms()
-        rounding = tolerance(self.engine.vllm_config.model_config.dtype)
-        if await self._in_time("engine", self._prepare()):
-            await self._stage("greedy", greedy_stage(probe, plan, rounding))
-            if keeps_states(self.engine.vllm_config):
-                await self._stage("states", states_stage(probe, plan, rounding))
-            await self._stage("samples", samples_stage(probe, plan, arms, self.begun))
-            await self._stage("logprobs", logprobs_stage(probe, plan, arms, self.begun, rounding))
-            if self.table is not None:
-                entries = len(self.table)
-                await self._stage("switching", switching_stage(probe, plan, entries, self.begun))
-                await self._calibrate(entries)
-        self.checks += await restore(self.engine, self.table)
-        return SelfTestReport(tuple(self.checks), time.perf_counter() - self.begun, self.steps)
-
-    async def _prepare(self) -> None:
-        self.table = (await schedule_state(self.engine))["table"]
-        if self.table is not None:
-            await set_schedule(self.engine, [self.plan.k] * len(self.table))
-
-    async def _stage(self, name: str, stage: AsyncIterator[Check]) -> None:
-        async def collect() -> None:
-            async for check in stage:
-                self.checks.append(check)
-
-        await self._in_time(name, collect())
-
-    async def _in_time(self, name: str, work: Awaitable[None]) -> bool:
-        """Did it end well within the hard limit; if not, a failed check of this name says why."""
-        limit = self.plan.hard_limit
-        left = self.begun + limit - time.perf_counter()
-        try:
-            await asyncio.wait_for(work, max(0.01, left))
-        except (asyncio.TimeoutError, TimeoutError):
-            reason, late = f"not finished within the time limit of {limit:g} s", True
-        except Exception as error:  # whatever it is, the engine is not proven
-            reason, late = f"{type(error).__name__}: {error}", False
-        else:
-            return True
-        self.checks.append(Check(name, False, reason, out_of_time=late))
-        return False
-
-    async def _calibrate(self, entries: int) -> None:
-        seconds, now = self.plan.seconds, time.perf_counter()
-        deadline = max(self.begun + 0.9 * seconds, now + CALIBRATED_FOR * seconds)
-        work = calibrate(self.probe, self.plan.prompts, self.plan.timed, entries, deadline)
-        try:
-            await take_steps(self.engine)  # those of the checks: another k for each half of a batch
-            most = min(self.begun + self.plan.hard_limit, deadline + seconds) - now
-            await asyncio.wait_for(work, max(0.01, most))
-        except (asyncio.TimeoutError, TimeoutError):
-            pass  # what was measured until here is kept
-        except Exception as error:
-            self.checks.append(Check("break-even", False, f"{type(error).__name__}: {error}"))
-            return
-        finally:
-            with contextlib.suppress(Exception):  # an engine that is gone: its checks say so
-                self.steps = tuple(t for t in await take_steps(self.engine) if t.alike)
-        measured = SelfTestReport((), 0.0, self.steps).break_even
-        found = ", ".join(f"{b}: {v:.2f}" for b, v in measured.items()) or "nothing measured in time"
-        self.checks.append(Check("break-even", True, f"batch size: acceptance length: {found}"))
-
-
-async def restore(engine: Engine, table: list[int] | None) -> tuple[Check, ...]:
-    """Give the engine back with its own table and a draft that is not paused; a failed check if that fails.
-
-    Args:
-        engine: whose test is over, or was cut short.
-        table: the engine's own; None if it has none, or it is not known.
-    """
-
-    async def put_back() -> None:
-        if table is not None:
-            await pause_idle_draft(engine, False)  # as it was
-            await set_schedule(engine, table)
-        await engine.reset_prefix_cache()
-
+async def _trouble(name: str, work: Awaitable[None], limit: float, left: float | None = None) -> list[Check]:
+    """A failed check if the work fails, or needs more than the seconds that are ``left`` (None: all) of ``limit``; or nothing."""
     try:
-        await asyncio.wait_for(put_back(), 10.0)
+        await asyncio.wait_for(work, limit if left is None else max(0.01, left))
+    except asyncio.TimeoutError:
+        return [Check(name, False, f"not finished within the time limit of {limit:g} s", out_of_time=True)]
     except Exception as error:
-        return (Check("restore", False, f"{type(error).__name__}: {error}"),)
-    return ()
+        return [Check(name, False, f"{type(error).__name__}: {error}")]
+    return []
+
+
+async def calibration(probe: Probe, plan: SelfTestPlan, steps: list[StepTiming]) -> AsyncIterator[Check]:
+    """Time steps, as many as there is time for, into ``steps``; a check says what was found, and always passes."""
+    await channel.take_steps(probe.engine)  # those of the checks: another k for each half of a batch
+    deadline = plan.until(probe.begun, TIMED_UNTIL, TIMED_LEAST)
+    most = min(probe.begun + plan.limit, deadline + plan.seconds) - time.perf_counter()
+    with contextlib.suppress(asyncio.TimeoutError):  # what was measured until then is kept
+        await asyncio.wait_for(calibrate(probe, plan, deadline), max(0.01, most))
+    steps += [t for t in await channel.take_steps(probe.engine) if t.alike]
+    measured = SelfTestReport((), 0.0, tuple(steps)).break_even
+    found = ", ".join(f"{b}: {v:.2f}" for b, v in measured.items()) or "nothing measured in time"
+    yield Check("break-even", True, f"batch size: acceptance length: {found}")
+
+
+async def calibrate(probe: Probe, plan: SelfTestPlan, deadline: float) -> None:
+    """Decode at several batch sizes with each of ``plan.timed``: the engine's step log tells what that takes.
+
+    All take turns, so that a busy moment of the machine meets all of them. With 0 the draft is paused, as it is when no batch
+    size speculates, and once more with 0 it reads the text, as in the plain steps of a pair. Smallest and fullest batch first:
+    beyond them nobody can guess. No batch begins after ``deadline``, of ``time.perf_counter()``.
+    """
+    params, full = probe.params(TIMED_TOKENS, plain=False), min(plan.at_once, 128)
+    for batch in TIMED_ROUNDS * [*dict.fromkeys((1, full, *(b for b in (8, 32) if b < full)))]:
+        if time.perf_counter() > deadline:
+            return
+        prompts = [plan.prompts[i % len(plan.prompts)] for i in range(batch)]
+        for k, paused in [*((k, True) for k in plan.timed), (0, False)]:
+            await channel.put_in_force(probe.engine, plan.schedule(k))
+            if not paused:
+                await channel.pause_idle_draft(probe.engine, False)
+            await gather_or_cancel([probe.sample(0, prompt, params) for prompt in prompts])
+
+
+async def restore(engine: Engine, table: list[int]) -> None:
+    """Give the engine back with its own table (empty: it is not known) and a draft that is not paused, as it was."""
+    if table:
+        await channel.pause_idle_draft(engine, False)
+        await channel.set_schedule(engine, table)
+    await engine.reset_prefix_cache()

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from examples.bench import card
 from examples.bench.card_parts import __main__ as child
 from examples.bench.card_parts import compare, record, report, score, setup, smoke
-from spec_plugin.engine.selftest.verdicts import Sampled
+from spec_plugin.engine.selftest.plan import Sampled
 from spec_plugin.events import TargetInfo
 
 WHERE = {"card": None, "card_memory": None, "cpu": "some", "versions": {}, "date": "today", "commit": "c"}
@@ -262,7 +262,7 @@ def sampled(tokens: list[int], gap: float = 1.0, best: float = -0.5) -> Sampled:
     """Each place has its own token as the best, and token 9 so many nats below."""
     top = np.array([[best, best - gap]] * len(tokens))
     ids = np.array([[token, 9] for token in tokens])
-    return Sampled(0, tuple(tokens), top[:, 0], top, ids, np.zeros(len(tokens), dtype=np.int64))
+    return Sampled(0, tuple(tokens), top[:, 0], top, ids)
 
 
 def test_the_gap_is_taken_where_two_texts_part() -> None:

@@ -15,9 +15,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from spec_plugin.engine.schedule.channel import put_in_force
-from spec_plugin.engine.selftest import probe as probes
-from spec_plugin.engine.selftest.probe import calibrate
-from spec_plugin.engine.selftest.test import restore
+from spec_plugin.engine.selftest.plan import SelfTestPlan
+from spec_plugin.engine.selftest.test import calibrate, restore
 from spec_plugin.events import EngineSchedule, Schedule
 
 SEQS, K = 4, 3
@@ -82,14 +81,16 @@ def test_law_2_a_table_that_is_refused_leaves_no_draft_paused_under_one_that_dra
         assert engine.stale == []
 
 
-def test_law_2_the_calibration_takes_turns_between_drafting_and_not(monkeypatch):
+def test_law_2_the_calibration_takes_turns_between_drafting_and_not():
     async def nothing(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(probes, "_run", nothing)
     engine = Running(list(DRAFTS), paused=False)
-    probe: Any = SimpleNamespace(engine=engine, max_num_seqs=SEQS, params=lambda *_, **__: None)
-    asyncio.run(calibrate(probe, [[1]], (0, 1, K), SEQS + 1, deadline=float("inf")))
+    probe: Any = SimpleNamespace(engine=engine, max_num_seqs=SEQS, params=lambda *_, **__: None, sample=nothing)
+    plan = SelfTestPlan(
+        prompts=[[1]], sampling={}, k=K, vocab_size=8, alpha=1e-6, seconds=1.0, limit=1.0, max_num_seqs=SEQS
+    )
+    asyncio.run(calibrate(probe, plan, deadline=float("inf")))
     assert {k for k, _ in engine.steps} == {0, 1, K} and engine.stale == []
 
 
@@ -97,5 +98,5 @@ def test_law_2_the_calibration_takes_turns_between_drafting_and_not(monkeypatch)
 def test_law_2_the_self_test_gives_the_engine_back_as_it_was(paused):
     """It may end in the midst of a calibration, with the draft paused."""
     engine: Any = Running(list(NOTHING if paused else DRAFTS), paused)
-    checks = asyncio.run(restore(engine, list(DRAFTS)))
-    assert (engine.table, engine.paused, engine.stale, checks) == (DRAFTS, False, [], ())
+    asyncio.run(restore(engine, list(DRAFTS)))
+    assert (engine.table, engine.paused, engine.stale) == (DRAFTS, False, [])

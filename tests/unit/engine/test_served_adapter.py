@@ -35,14 +35,15 @@ class Engine:
     async def list_loras(self) -> set[int]:
         return self.adapters
 
-    def generate(self, prompt: Any, params: Any, *, request_id: str, lora_request: Any) -> None:
+    async def generate(self, prompt: Any, params: Any, *, request_id: str, lora_request: Any) -> Any:
         self.came_with.append(lora_request)
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[3], logprobs=None)])
 
 
 def test_law_2_each_request_of_the_self_test_comes_with_the_runs_adapter() -> None:
     engine = Engine({123})
     probe = Probe(engine, {}, 4, ADAPTER)
-    probe.stream([1, 2], probe.params(3, plain=False))
+    asyncio.run(probe.sample(0, [1, 2], probe.params(1, plain=False)))
     assert engine.came_with == [ADAPTER]
 
 

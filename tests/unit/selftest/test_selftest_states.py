@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
+from spec_plugin.engine.selftest.plan import Sampled
 from spec_plugin.engine.selftest.states import _differences, _drift
-from spec_plugin.engine.selftest.verdicts import Sampled
 
 
 def sampled(tokens: list[int], log_probs: list[float]) -> Sampled:
     empty = np.zeros((len(tokens), 1))
-    return Sampled([1], tokens, np.asarray(log_probs), empty, empty, empty)
+    return Sampled(1, tuple(tokens), np.asarray(log_probs), empty, empty)
 
 
 def test_log_probs_are_compared_as_long_as_the_tokens_are_the_same():

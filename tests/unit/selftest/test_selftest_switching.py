@@ -24,14 +24,14 @@ VOCAB, K, SEQS = 32, 3, 16
 class Played:
     """Its policy says the token + 5 with a chance of 85 %; a paused draft hands out rows of long ago, as V2's does."""
 
-    def __init__(self, takes_stale_rows: bool = True) -> None:
+    def __init__(self, takes_stale_rows: bool = True, v2: bool = True) -> None:
         self.rng, self.takes = random.Random(0), takes_stale_rows
         self.table, self.paused, self.stale = [K] * (SEQS + 1), False, False
         self.requests: list[dict[str, Any]] = []
         self.drafts = 0
         self.lowered = False  # did a table ask for less under requests that had drafts
         model = SimpleNamespace(logprobs_mode="raw_logprobs", max_logprobs=20, max_model_len=4096)
-        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model, use_v2_model_runner=True), self
+        self.vllm_config, self.engine_core = SimpleNamespace(model_config=model, use_v2_model_runner=v2), self
 
     def _next(self, token: int) -> int:
         return (token + 5) % VOCAB if self.rng.random() < 0.85 else self.rng.randrange(VOCAB)
@@ -83,14 +83,22 @@ def judge(monkeypatch: pytest.MonkeyPatch, engine: Any, whole: bool = False, sec
     monkeypatch.setattr(switching, "read_spec_counters", lambda: {"drafts": engine.drafts})
     prompts = [[i, i + 1] for i in range(4)]
     plan = SelfTestPlan(
-        prompts=prompts, sampling={}, k=K, vocab_size=VOCAB, alpha=1e-6, seconds=seconds, max_num_seqs=SEQS, whole=whole
+        prompts=prompts,
+        sampling={},
+        k=K,
+        vocab_size=VOCAB,
+        alpha=1e-6,
+        seconds=seconds,
+        limit=1e9,
+        max_num_seqs=SEQS,
+        whole=whole,
     )
 
     async def run() -> list[Any]:
         driver = asyncio.ensure_future(engine.drive())
         try:
             probe = Probe(engine, {"temperature": 1.0}, SEQS)
-            return [check async for check in switching_stage(probe, plan, SEQS + 1, begun=0.0)]
+            return [check async for check in switching_stage(probe, plan)]
         finally:
             driver.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -136,14 +144,14 @@ def test_too_few_sequences_in_the_time_are_named_unproven_and_refuse_nobody(monk
 
 def test_an_engine_that_verifies_nothing_meanwhile_proves_nothing_and_is_not_refused(monkeypatch):
     """As one on a busy machine, whose requests end before the schedule changes: that it drafts at all ``samples`` has shown."""
-    engine = Played()
+    engine = Played(v2=False)
     monkeypatch.setattr(type(engine), "drafts", property(lambda _: 0, lambda *_: None), raising=False)
     check = judge(monkeypatch, engine)
     assert check.passed and check.unproven and "no draft came under running requests" in check.detail
 
 
 def test_requests_that_end_before_the_schedule_changes_are_followed_by_longer_ones(monkeypatch):
-    engine, asked = Played(), []
+    engine, asked = Played(v2=False), []
     usual = engine.generate
 
     def generate(prompt, params, **options):
