@@ -33,7 +33,7 @@ of an idle machine. projection.py predicts the second from the first.
 
 CALIBRATED = (1, 8, 32)
 REQUESTS = 32  # of the batch that drains
-#: of the calibration, as in ``spec_plugin.engine.selftest.probe``: tokens of a request, rounds of all kinds and batch sizes
+#: of the calibration, as in ``spec_plugin.engine.selftest.test``: tokens of a request, rounds of all kinds and batch sizes
 TOKENS, CALIBRATION_ROUNDS = 17, 3
 CLOCKS = ("wall", "cpu")
 #: glibc maps what is larger than 32 MB anew each time: padded MLPs pass that at some hundred tokens a step, whose page faults

@@ -225,7 +225,7 @@ MUTATIONS = (
         ", unproven=True)\n    passed",
         ")\n    passed",
         "law 2: an engine that contradicts its own log-probs in both arms counts as proven",
-        ("test_selftest_stats.py",),
+        ("test_selftest_stats.py::test_law_2_only_a_plain_arm_that_is_refused_itself_excuses_the_other",),
     ),
     Mutation(
         _FRONT,

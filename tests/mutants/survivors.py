@@ -74,7 +74,7 @@ MUTATIONS = (
         "if base.log_ratio >= most:",
         "if base.log_ratio >= 0.7:",
         "law 2: any plain arm but the most likely one excuses a drafted one that is refused",
-        ("test_selftest_stats.py",),
+        ("test_selftest_stats.py::test_law_2_only_a_plain_arm_that_is_refused_itself_excuses_the_other",),
     ),
     Mutation(
         _STAGES,

@@ -71,13 +71,9 @@ class Probe:
         params: SamplingParams,
         reaches: tuple[int, asyncio.Event] | None = None,
     ) -> Sampled:
-        """Run one request to its end, waiting for a free slot first.
+        """Run one request of prompt ``index`` (token ids) to its end, waiting for a free slot first.
 
-        Args:
-            index: of the prompt.
-            prompt: its token ids.
-            params: the request's; to follow it, ``output_kind`` must be cumulative.
-            reaches: set this event when it has sampled so many tokens.
+        ``reaches``: (n, event) sets the event when n tokens are sampled, if the request's ``output_kind`` is cumulative.
         """
         ids, name = {"prompt_token_ids": list(prompt)}, f"{self._name}-{next(self._ids)}"
         async with self._slots:

@@ -16,6 +16,7 @@ tolerances for rounding, no level. What they were measured to see, and what not:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -52,11 +53,11 @@ async def states_stage(probe: Probe, plan: SelfTestPlan) -> AsyncIterator[Check]
     await engine.reset_prefix_cache()
     work: list[Coroutine[Any, Any, Sampled | None]] = []
     for i, p in enumerate(asked):
-        work.append(_late(i * pause, probe.sample(i, p, spec)))
+        work.append(_late(probe, i * pause, i, p, spec))
         if i % 2:
-            work.append(_cut((2 + i) * pause, probe.sample(i, p, cut)))
+            work.append(_cut(probe, (2 + i) * pause, i, p, cut))
     found = [s for s in await gather_or_cancel(work) if s is not None]
-    found += await gather_or_cancel([_late(i * pause, probe.sample(i, p, spec)) for i, p in enumerate(go_on)])
+    found += await gather_or_cancel([_late(probe, i * pause, i, p, spec) for i, p in enumerate(go_on)])
     await engine.reset_prefix_cache()
 
     ends = [r.part(HALF, TOKENS) for r in reference]
@@ -89,17 +90,15 @@ def _drift(spec: Sequence[float], plain: Sequence[float], tolerance: float) -> C
     return Check("states: drift", found <= limit, detail, out_of_time=not (spec and plain))  # a NaN compares false
 
 
-async def _late(seconds: float, request: Coroutine[Any, Any, Sampled]) -> Sampled:
+async def _late(probe: Probe, seconds: float, *request: Any) -> Sampled:
     await asyncio.sleep(seconds)
-    return await request
+    return await probe.sample(*request)
 
 
-async def _cut(seconds: float, request: Coroutine[Any, Any, Sampled]) -> None:
+async def _cut(probe: Probe, seconds: float, *request: Any) -> None:
     """Lets go of a request after a few tokens: the engine aborts it in the middle of a drafted stretch."""
-    try:
-        await asyncio.wait_for(request, seconds)
-    except asyncio.TimeoutError:
-        return
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(probe.sample(*request), seconds)
 
 
 def _differences(found: Sequence[Sampled], expected: Sequence[Sampled]) -> list[float]:

@@ -66,15 +66,10 @@ async def run_self_test(engine: Engine, plan: SelfTestPlan) -> SelfTestReport:
             checks.append(check)
 
     if not (trouble := await _trouble("engine", prepare(), plan.limit)):
-        stages = {
-            "greedy": greedy_stage,
-            "states": states_stage,
-            "samples": samples_stage,
-            "switching": switching_stage,
-        }
-        if not engine.vllm_config.model_config.is_hybrid:  # it keeps no states beside its cache of keys and values
-            del stages["states"]
-        for name, stage in stages.items():
+        stages = [("greedy", greedy_stage), ("samples", samples_stage), ("switching", switching_stage)]
+        if engine.vllm_config.model_config.is_hybrid:  # it keeps states beside its cache of keys and values
+            stages.insert(1, ("states", states_stage))
+        for name, stage in stages:
             left = probe.begun + plan.limit - time.perf_counter()
             checks += await _trouble(name, collect(stage(probe, plan)), plan.limit, left)
         trouble = await _trouble("break-even", collect(calibration(probe, plan, steps)), plan.limit)
