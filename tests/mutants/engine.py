@@ -572,6 +572,14 @@ MUTATIONS = (
         ("test_selftest_stats.py::test_recomputed_log_probs_may_be_as_noisy_as_those_of_plain_requests",),
     ),
     Mutation(
+        _STATS,
+        "_by_place",
+        "possible = chances > 0",
+        "possible = chances >= 0",
+        "law 2: at a low temperature a right engine is refused for a ratio that is no number",
+        ("test_selftest_stats.py::test_law_2_a_token_as_good_as_impossible_does_not_blind_the_evidence",),
+    ),
+    Mutation(
         _VERDICTS,
         "logprob_check",
         "judged = largest if np.isnan(largest).any() or",

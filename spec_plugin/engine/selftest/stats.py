@@ -177,9 +177,10 @@ def _by_place(stated: Floats, top: Floats, hit: NDArray[np.bool_], vocab_size: i
     for leak in LEAKING:
         share = np.where(in_top, 1.0, vocab_size - np.isfinite(top).sum(axis=1)) / vocab_size
         yield f"{leak:.0%} of the mass elsewhere", float(np.log(1.0 - leak + leak * share / np.exp(own)).sum())
-    for name, alive, chances, taken in zip(PLACES, np.isfinite(top).T, p.T, hit.T, strict=False):
+    for name, chances, taken in zip(PLACES, p.T, hit.T, strict=False):
+        possible = chances > 0
         for boost in BOOSTED:
-            ratio = 1.0 - boost + boost * taken[alive] / chances[alive]
+            ratio = 1.0 - boost + boost * taken[possible] / chances[possible]
             yield f"{boost:.0%} of the mass moved to the {name} token", float(np.log(ratio).sum())
 
 

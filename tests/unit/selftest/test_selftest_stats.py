@@ -333,6 +333,15 @@ def test_law_2_tokens_beyond_the_tokenizers_are_samples_like_others(token):
     assert evidence_check(arm, arm, 40, 5e-7).passed
 
 
+def test_law_2_a_token_as_good_as_impossible_does_not_blind_the_evidence():
+    """At a low temperature the third token has e^-900, which is 0 in float64, and a ratio to it is no number."""
+    top, ids = [[math.log(0.99), math.log(0.01), -900.0]] * 101, [[1, 2, 3]] * 101
+    right, wrong = ([_sequence([1] * 101, top, ids)] * 9, [_sequence([1, 2] * 50 + [1], top, ids)] * 9)
+    check = evidence_check(right, right, V, 5e-7)
+    assert check.passed and not check.unproven and "nan" not in check.detail, check.detail
+    assert not evidence_check(wrong, right, V, 5e-7).passed
+
+
 def test_a_handful_of_samples_is_no_proof():
     few = [_sequence([1, 1], [[-0.1, -3.0]] * 2, [[1, 2]] * 2)] * 8
     check = counts_check(few, few, 5e-7)
