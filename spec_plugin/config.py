@@ -185,11 +185,6 @@ class SpecConfig(BaseModel):
         description="seconds for which engines apart from the trainer hold requests back after a weight sync, until the draft is "
         "installed and tested; then they roll out without drafts",
     )
-    full_graphs: bool = Field(
-        False,
-        description="on vLLM's V1 model runner (all of vLLM 0.24; draft_model, suffix, ngram): keep full CUDA graphs for spec.k, "
-        "where vLLM takes piecewise ones because k changes (on one H100 they ran, and gained nothing that two runs could tell)",
-    )
     sleep_level: int = Field(
         1,
         ge=1,

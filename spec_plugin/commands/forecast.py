@@ -195,7 +195,7 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, device)
     yield "model runner", runner.words
-    yield "CUDA graphs", graphs_of(runner, device, run.graphs, run.eager, spec.full_graphs)
+    yield "CUDA graphs", graphs_of(runner, device, run.graphs, run.eager)
     yield "never run on a GPU", never_run(device)
     yield "verified", "; ".join(_verified(run))
     yield "not verified", "; ".join(_not_verified(run))

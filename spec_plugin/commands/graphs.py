@@ -22,7 +22,7 @@ def never_run(device_type: str) -> str:
     return NOTHING if device_type == "cpu" else NEVER_ON_A_GPU
 
 
-def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: bool = False) -> str:
+def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool) -> str:
     """Which CUDA graphs an engine gets.
 
     Args:
@@ -30,7 +30,6 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: b
         device_type: "cpu" or "cuda".
         asked: vLLM's ``cudagraph_mode``, or words for it.
         eager: ``enforce_eager``.
-        full: ``spec.full_graphs``.
     """
     if device_type == "cpu":
         return "none (vLLM's CPU build)"
@@ -38,8 +37,6 @@ def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool, full: b
         return "none (enforce_eager)" if eager else "none: vLLM will refuse to start"
     if runner.v2 or "FULL" not in asked.upper():
         return asked
-    if full:
-        return "full where all requests have spec.k drafts, else piecewise (spec.full_graphs)"
     more = "" if v2_takes_every_k() else f"; {SLOWER_PLAIN}"
     return f"piecewise (vLLM's own choice on V1, since k changes while it runs){more}"
 

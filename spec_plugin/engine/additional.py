@@ -11,7 +11,6 @@ from spec_plugin.errors import SpecConfigError
 #: name -> what it is for
 KNOWN = {
     "skip_patches": "names of repairs to leave out",
-    "own_table": "vLLM was told of no table of k, so that it keeps full CUDA graphs: the scheduler makes one",
     "ragged": "the method may propose fewer than k tokens, or none",
     "proposer": "module:function that prepares vLLM's proposer in the worker, before the model runner is built",
     "proposer_options": "argument of that function",

@@ -18,7 +18,6 @@ from vllm import SamplingParams
 from spec_plugin.engine.additional import with_own_settings
 from spec_plugin.engine.control import ControlGroup, ControlStretch
 from spec_plugin.engine.flight import Request, RequestTracker
-from spec_plugin.engine.full_graphs import keep_full_graphs
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
 from spec_plugin.engine.schedule.channel import (
@@ -114,9 +113,6 @@ class EngineFront:
                     f"the engine option {name} is set, and spec-plugin sets it too: remove one of them"
                 )
         ours = method.worker_settings()
-        if self.session.config.full_graphs:
-            config, more = keep_full_graphs(config, target.device_type)
-            ours |= more
         return {
             **(with_own_settings(given, **ours) if ours else {}),
             **(turned_off(given) if self.stateful else {}),

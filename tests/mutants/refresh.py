@@ -149,14 +149,6 @@ MUTATIONS = (
         ("test_control_phases.py",),
     ),
     Mutation(
-        "spec_plugin/engine/front.py",
-        "EngineFront.engine_arguments",
-        "            ours |= more\n",
-        "",
-        "nobody makes the table of k that was kept from vLLM",
-        ("test_front.py",),
-    ),
-    Mutation(
         _EXTENSION,
         "SpecWorkerExtension._spec_try_install.load",
         "            self._spec_restore_constants(draft)\n",

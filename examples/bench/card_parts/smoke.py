@@ -218,9 +218,7 @@ async def _start(task: Task, extension: str) -> tuple[Any, Any]:
         given["distributed_executor_backend"] = "uni"  # a worker in a process of its own spins while it waits
     target = describe(task.models.target, settings["dtype"], REQUESTS, {"temperature": 1.0})
     tokenizer = AutoTokenizer.from_pretrained(task.models.target)
-    front = flag_front(
-        target, task.models.draft, settings["k"], tokenizer, spec={"sleep_level": 2, "full_graphs": True}
-    )
+    front = flag_front(target, task.models.draft, settings["k"], tokenizer, spec={"sleep_level": 2})
     arguments = {**given, **front.engine_arguments(given, extension)}
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(task.models.target), **arguments))
     front.engine = engine

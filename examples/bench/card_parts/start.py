@@ -22,8 +22,8 @@ from spec_plugin.model_runner import A_TRAINED_DRAFT, SWITCH, runner_of
 
 #: k of the engine with vLLM's own speculation, whose k cannot change
 STOCK_K = 3
-#: the engine with the flag on the V1 model runner, where vLLM itself would take V2; and with ``spec.full_graphs`` there
-V1, FULL = "flag on V1", "flag on V1, full graphs"
+#: the engine with the flag on the V1 model runner, where vLLM itself would take V2
+V1 = "flag on V1"
 #: of a DFlash draft, as those that are public have
 ONE_PASS_LAYERS = 5
 
@@ -76,10 +76,8 @@ def _beside(
 def _others(record: Record, models: Models) -> Iterator[tuple[str, Callable[[], Remote]]]:
     """Engines that run beside the first two, the most wanted one first; a card has room for three."""
     most = max(sizes_of(record).step_widths)
-    if record.settings["cuda"]:
-        yield FULL, partial(_begin, record, models, "flag", most, spec={"full_graphs": True}, environment={SWITCH: "0"})
-        if runner_of(A_TRAINED_DRAFT, "cuda").v2:
-            yield V1, partial(_begin, record, models, "flag", most, environment={SWITCH: "0"})
+    if record.settings["cuda"] and runner_of(A_TRAINED_DRAFT, "cuda").v2:
+        yield V1, partial(_begin, record, models, "flag", most, environment={SWITCH: "0"})
     yield "stock", partial(_begin, record, models, "stock", STOCK_K)
     yield "one pass", partial(_one_pass, record, models, most)
 
@@ -174,7 +172,7 @@ def _steps(record: Record, engines: Mapping[str, Remote], prompts: workload.Prom
             return
         given, arms = prompts[:batch], {}
         for name, engine in engines.items():
-            if name in ("flag", V1, FULL):
+            if name in ("flag", V1):
                 widths = sizes.step_widths[-1:] if again and name == "flag" else sizes.step_widths
                 arms |= {f"{name} k={k}": partial(_with_k, engine, k, given, sizes.tokens) for k in widths}
             else:

@@ -41,10 +41,6 @@ class SpecSchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = own_settings(self.vllm_config)
-        # with data parallel ranks vLLM drops a table, and so do we
-        if settings.get("own_table") and self.vllm_config.parallel_config.data_parallel_size == 1:
-            sizes = self.vllm_config.scheduler_config.max_num_seqs + 1
-            self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes
         self.spec_steps = StepLog(bool(settings.get("ragged")), self._spec_dropped)
         self.spec_pairs = PairedSteps(bool(settings.get("ragged")))
         self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never

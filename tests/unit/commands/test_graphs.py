@@ -44,14 +44,6 @@ def test_the_graphs_follow_runner_device_and_options(
         )
 
 
-def test_full_graphs_are_said_where_they_make_a_difference() -> None:
-    found = [graphs_of(runner, "cuda", "FULL_AND_PIECEWISE", False, full=True) for runner in (V1, V2)]
-    assert found == [
-        "full where all requests have spec.k drafts, else piecewise (spec.full_graphs)",
-        "FULL_AND_PIECEWISE",
-    ]
-
-
 def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
     runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "it lacks it", refused=True)}

@@ -23,7 +23,6 @@ from spec_plugin.engine.schedule.utilities import NUMBER
 from spec_plugin.errors import LosslessError
 from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.manager import create_manager
-from spec_plugin.model_runner import SWITCH
 from spec_plugin.session import SpecSession
 from spec_plugin.spans import FORGOTTEN
 
@@ -52,16 +51,6 @@ def a_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any = None,
     if method is not None:
         monkeypatch.setattr(session, "method", method(session.method))
     return EngineFront(session, None)
-
-
-def test_with_full_graphs_vllm_hears_of_no_table_and_our_scheduler_is_told_to_make_one(tmp_path, monkeypatch):
-    monkeypatch.setenv(SWITCH, "0")
-    table = "num_speculative_tokens_per_batch_size"
-    for full in (False, True):
-        found = a_front(tmp_path, monkeypatch, full_graphs=full).engine_arguments({"additional_config": {"a": 1}}, "E")
-        ours = found.get("additional_config", {}).get("spec_plugin", {})
-        assert (table in found["speculative_config"], ours.get("own_table", False)) == (not full, full)
-    assert found["additional_config"]["a"] == 1, "the trainer's own stay"
 
 
 @pytest.mark.parametrize(("level", "asked"), [(1, []), (2, ["spec_look_at_draft"])])
