@@ -49,7 +49,7 @@ def command(root: Path, *parts: Part) -> list[str]:
 
 
 def check(root: Path, parts: list[Part], *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command(root, *parts), *options], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*command(root, *parts), *options], capture_output=True, text=True, timeout=180)
 
 
 def log(root: Path, name: str) -> str:
