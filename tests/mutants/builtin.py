@@ -40,6 +40,14 @@ MUTATIONS = (
     ),
     Mutation(
         _CAPITAL,
+        "bets",
+        "    weights = np.minimum(weights, _HEAVIEST)\n",
+        "",
+        "law 2: one token that is stated to be impossible ends all evidence without a word",
+        ("test_capital.py",),
+    ),
+    Mutation(
+        _CAPITAL,
         "_log_mean",
         "np.exp(logs - top).mean()",
         "np.exp(logs - top).max()",

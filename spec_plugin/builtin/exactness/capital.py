@@ -32,6 +32,8 @@ _BOTH = [0.0, *(sign * 0.0025 * 2.0**power for power in range(8) for sign in (1.
 _ONE = [0.0, *(0.0025 * 2.0**power for power in range(16))]
 BETS = np.array([_BOTH, _BOTH, _BOTH, _ONE])
 SHAPE = (DESIGNS, 1 + len(BANDS), *BETS.shape)
+#: a token that is stated to be as good as impossible weighs so much: infinity times 0 would make all evidence no number
+_HEAVIEST = 1e300
 #: a cell that has lost goes on with so much of what it had
 _LEAST = 1e-3
 #: phases behind which the share that moves between cells begins to fall
@@ -85,6 +87,7 @@ def bets(statistics: Floats, weights: Floats, allowed: float | None) -> Floats:
         allowed: mean of a statistic that rounding may bring about, either way; None: nothing is bet on them unweighed.
     """
     found = np.zeros((len(weights), DESIGNS, *BETS.shape))
+    weights = np.minimum(weights, _HEAVIEST)
     found[:, WEIGHED] = np.log(np.maximum(1.0 + (statistics * weights[:, None])[..., None] * BETS, _LEAST))
     if allowed is not None:
         found[:, PLAIN] = np.log(np.maximum(1.0 + statistics[..., None] * BETS, _LEAST)) - np.abs(BETS) * allowed

@@ -61,6 +61,12 @@ def test_a_bet_that_loses_all_leaves_a_cell_finite():
     assert np.isfinite(bets(np.full((1, len(NAMES)), -2.0), np.full(1, 1e6), 0.004)).all()
 
 
+def test_a_token_that_is_stated_to_be_impossible_leaves_the_evidence_a_number():
+    """Of a low temperature: its stated log-prob lies more than 709 nats below the policy's, and exp of that is infinite."""
+    for value in (-0.5, 0.0, 0.5):
+        assert np.isfinite(bets(np.full((1, len(NAMES)), value), np.full(1, np.inf), 0.004)).all()
+
+
 def test_spreading_keeps_the_mean_and_lets_a_cell_that_lost_all_come_back():
     stream = np.random.default_rng(0)
     capital = Capital(stream.normal(0, 3, SHAPE), phases=5)
