@@ -191,7 +191,7 @@ def test_a_few_steps_are_plain_and_timed_beside_drafted_ones_and_greedy_output_d
         found += live.run(take_pairs(live.engine))
         if found:
             break
-    assert all(p.k == K and 1 <= p.batch <= len(prompts()) and p.context > 0 for p in found) and found
+    assert all(p.k == K and 1 <= p.batch <= len(prompts()) for p in found) and found
     assert all(1e-4 < seconds < 5 for p in found for seconds in (p.drafted_seconds, p.plain_seconds))
     live.run(set_schedule(live.engine, TABLE))
     assert live.run(schedule_state(live.engine))["table"] == TABLE
