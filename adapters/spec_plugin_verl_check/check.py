@@ -54,7 +54,7 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         broken = list(_broken_sections(config))
         if not broken:
             OmegaConf.resolve(config)  # as the run does: also what nobody here looks at
-    except FileNotFoundError as error:
+    except ModuleNotFoundError as error:
         return _stopped(Objection("", "", str(error), str(error), "run the check where verl is installed", "verl"))
     except REFUSALS as error:
         lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]

@@ -62,12 +62,12 @@ def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Any:
         entry: which of verl's trainers.
 
     Raises:
-        FileNotFoundError: if verl is not installed.
+        ModuleNotFoundError: if verl is not installed.
         REFUSALS: hydra's own, in whose words verl refuses them too.
     """
     folder = folder_of("verl")
     if folder is None:
-        raise FileNotFoundError("verl is not installed here")
+        raise ModuleNotFoundError("verl is not installed here")
     parser = get_args_parser()
     parser.exit_on_error = False
     given, unknown = parser.parse_known_args(list(arguments))

@@ -62,7 +62,7 @@ SCHEMA = (
         "",
         0,
         100,
-        "tokens per second of steps with drafts, relative to plain steps timed beside them",
+        "decoding speed of the last rollout with drafts, relative to plain decoding: of its own timings, put right by pairs",
     ),
     Metric(
         "spec/saved_s", "s", -1e6, 1e6, "generation that the trainer did not wait for in this step, see What it earns"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ def _tenth(kind):
 FIVE = [controller.TRUTHS[i] for i in (0, 1, 2, 7, 12)]
 #: of each simulator's twin at scale as much as takes seconds; all of them: ``make guards``
 A_QUARTER = (replace(guard.AT_SCALE[0], sequences=64, judged=64),)
-DRAINS = (_tenth(controller.AT_SCALE[0]),)
+DRAINS = (replace(_tenth(controller.AT_SCALE[0]), at_most=1.0),)  # half of so few phases come before it has learnt
 QUEUES = (replace(_tenth(waiting.AT_SCALE[0]), tokens=100),)
 
 
@@ -89,9 +90,9 @@ def test_two_requests_of_the_control_group_are_no_measure_of_how_far_the_policy_
 @pytest.mark.parametrize("index", [0, 5, 11, 12, 13])
 def test_the_time_that_a_run_would_have_taken_without_drafts_is_told_as_it_is(index):
     """Of a draft that learns, a useless one, short responses and the shortest ones, whose last steps are cut."""
-    found = controller.run(controller.TRUTHS[index], 3, 30)
-    print(controller.TRUTHS[index].name, found.told)
-    assert 0.9 < found.told < 1.1
+    told = [controller.run(controller.TRUTHS[index], seed, 30).told for seed in range(3, 6)]
+    print(controller.TRUTHS[index].name, told)
+    assert 0.9 < statistics.median(told) < 1.1 and min(told) > 0.8 and max(told) < 1.2
 
 
 def test_the_same_seed_is_the_same_run() -> None:

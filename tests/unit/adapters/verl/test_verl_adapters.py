@@ -52,7 +52,7 @@ def test_adapters_are_mapped_by_all_but_the_stacking() -> None:
 
 def streams(target: TargetInfo) -> PolicyStream:
     @contextmanager
-    def guarded(_work: object) -> Any:
+    def guarded(_reason: object, _doing: str = "") -> Any:
         yield
 
     return PolicyStream(SimpleNamespace(copy_of=torch.clone, target=target, failed=None, guarded=guarded))
