@@ -81,6 +81,15 @@ def lengths_of(size: Size, count: int, seed: int = 0) -> list[int]:
 # ------------------------------------------------------------------------------------------------ the parts
 
 
+def _unlike(batch: float, k: int, seconds: float, drafted: int, context: float) -> Any:
+    """Three steps that were not alike, in which so many requests drafted."""
+    from spec_plugin import events
+
+    if hasattr(events, "MixedSteps"):  # of an earlier build
+        return events.MixedSteps(batch, k, False, 3 * seconds, 3, drafted, context)
+    return events.StepTiming(batch, k, False, seconds, 3, context, drafted=drafted, alike=False)
+
+
 def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
     """Rank 0: all that the controller does in a step of a synchronous run, late in it."""
     from spec_plugin.actor.links import merge_stats
@@ -124,15 +133,13 @@ def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
         context, plain = 0.5 * size.tokens, not any(table)
         took = [seconds(b, k) * rng.uniform(0.97, 1.03) for b, k in ks]
         alike = tuple(StepTiming(b, k, plain, s, 40, context) for (b, k), s in zip(ks, took, strict=True))
-        mixed = tuple(
-            StepTiming(b, k, False, s, 3, context, drafted=int(2 * b) * (k > 0), alike=False)
-            for (b, k), s in zip(ks, took, strict=True)
-        )
+        mixed = tuple(_unlike(b, k, s, int(2 * b) * (k > 0), context) for (b, k), s in zip(ks, took, strict=True))
         n = int(sum(t.batch * t.steps for t in alike if t.k))
         per_position = tuple(int(n * share) for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.05))
+        steps = {"steps": alike + mixed} if isinstance(mixed[0], StepTiming) else {"steps": alike, "mixed": mixed}
         return RolloutStats(
-            1, size.requests, size.requests * size.tokens, 100.0, n, 3 * n, sum(per_position), per_position, alike + mixed,
-            busy_seconds=95.0 + engine,
+            1, size.requests, size.requests * size.tokens, 100.0, n, 3 * n, sum(per_position), per_position,
+            busy_seconds=95.0 + engine, **steps,
         )  # fmt: skip
 
     sent = [pickle.dumps(report(engine)) for engine in range(size.engines)]

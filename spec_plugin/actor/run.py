@@ -315,9 +315,7 @@ class SpecRun:
         if told is None and not lags:  # what this phase has sampled is not taken for older text
             told = (torch.full((len(mask),), now),) * 2
         # log-probs are judged without it, too
-        with self.session.guarded(
-            Reason.ENGINES, "what the engines say of their samples"
-        ):  # log-probs are judged without it, too
+        with self.session.guarded(Reason.ENGINES, "what the engines say of their samples"):
             found = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
             said, plain, exact["apart"] = found.versions, found.plain, found.apart
             if self._spans.complete and not lags:  # a document that lags may have begun before this run

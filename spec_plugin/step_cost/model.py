@@ -82,14 +82,13 @@ class _Cell(NamedTuple):
 
     batch: float
     seconds: float
-    steps: float
-    evidence: float  # the same, of each phase a few: what disturbs a step disturbs those beside it
+    evidence: float  # steps, of each phase a few: what disturbs a step disturbs those beside it
 
 
 def _of_phases(seen: Sequence[Seen]) -> _Cell:
     """What several phases measured, the latest ones."""
     found = mean(seen) if len(seen) < 3 else middle(seen)
-    return _Cell(found.batch, found.seconds, found.steps, sum(min(s.steps, _STEPS_OF_A_PHASE) for s in seen))
+    return _Cell(found.batch, found.seconds, sum(min(s.steps, _STEPS_OF_A_PHASE) for s in seen))
 
 
 class _Key(NamedTuple):
@@ -125,7 +124,7 @@ class CostModel(StepCost):
         for t in together(known):
             paused = not t.k and t.paused
             if not calibration and not t.k and not paused and self.knows_reading:  # of a pair: the draft read the text
-                t, paused = replace(t, seconds=t.seconds * self.paused_share(t.batch)), True
+                t, paused = replace(t, seconds=t.seconds * float(self.paused_share(t.batch))), True
             key = _Key(band_of(t.batch), t.k, paused, calibration)
             seen = self._seen.setdefault(key, [])
             seen.append(Seen(t.seconds, t.batch, t.context, t.steps))
@@ -173,9 +172,9 @@ class CostModel(StepCost):
         """Acceptance length at which k drafted tokens give as many tokens per second as none, with the draft paused."""
         return self.seconds(batch, k) / self.seconds(batch, 0)
 
-    def paused_share(self, batch: float) -> float:
-        """What a plain step takes with the draft paused, of one in which it reads."""
-        return self.seconds(batch, 0) / self.seconds(batch, 0, paused=False)
+    def paused_share(self, batch: ArrayLike) -> Numbers:
+        """What plain steps of these sizes take with the draft paused, of those in which it reads."""
+        return self.seconds_of(batch, 0) / self.seconds_of(batch, 0, False)
 
     @property
     def knows_reading(self) -> bool:
@@ -279,12 +278,11 @@ def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
         known = speed * float(start.plain.at(cell.batch)) if cell.batch <= start.plain.last else cell.seconds
         points[cell.batch] = _blend(cell.seconds, known, cell.evidence)
     width = max(start.more.shape[1] - 1, *(key.k for key in cells))
-    batches = np.array(sorted({*points, *start.batches}))
+    batches, ks = np.array(sorted({*points, *start.batches})), np.arange(width + 1)
     line, reading = _Line(points), None if start.reading is None else start.reading.times(speed)
-    ks, more = np.arange(width + 1), speed * start.beyond(batches[:, None], np.arange(width + 1))
-    if (
-        reading is not None
-    ):  # of 1024 requests the start-up knows nothing: what as many tokens take without drafts bounds it
+    more = speed * start.beyond(batches[:, None], ks)
+    # of 1024 requests the start-up knows nothing: what as many tokens take without drafts bounds it
+    if reading is not None:
         tokens, plain_line = batches[:, None] * (ks + 1), line.never_falling()
         as_tokens = plain_line.at(tokens) - plain_line.at(batches)[:, None] + ks * reading.at(batches)[:, None]
         more = np.where(tokens <= line.last, np.minimum(more, as_tokens), more)

@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         _COST,
         "_rolled",
-        "more = np.arange(width + 1), speed * start.beyond",
-        "more = np.arange(width + 1), start.beyond",
+        "more = speed * start.beyond",
+        "more = start.beyond",
         "law 7: drafts are as cheap beside plain steps as the machine is slower than at start-up",
         ("test_cost.py",),
     ),
@@ -789,8 +789,8 @@ MUTATIONS = (
     Mutation(
         _CORRECTION,
         "Correction.add",
-        "pair.plain_seconds * self._cost.paused_share(pair.batch)",
-        "pair.plain_seconds",
+        "pair.plain_seconds * share / pair.drafted_seconds",
+        "pair.plain_seconds / pair.drafted_seconds",
         "law 7: plain decoding is taken to be as slow as it is while the draft reads",
         ("test_correction.py",),
     ),

@@ -57,9 +57,9 @@ class BreakEvenController:
 
     def __init__(self) -> None:
         self._config = SpecConfig.parse({})
-        self._fixed = False
         self.cost = CostModel()
         self.correction, self.states = Correction(self.cost), States()
+        self._corrected_now: Corrected | None = None  # None: something was learnt since it was last asked for
         self.acceptance_estimate = AcceptanceEstimate()
         self._calibration: tuple[StepTiming, ...] = ()
         self._load: dict[float, float] = {}  # tokens that a rollout generates at each batch size
@@ -79,8 +79,7 @@ class BreakEvenController:
         self._config, self._target, self._method = config, target, method
         self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._stateful = keeps_states(target.hf_config)
-        self.correction = Correction(self.cost, whole_rollouts=self._stateful)
-        self._fixed = config.serve == "always"
+        self.correction, self._corrected_now = Correction(self.cost, whole_rollouts=self._stateful), None
         if config.serve == "auto" and not config.self_test:
             raise SpecConfigError(
                 "spec.self_test=False leaves break-even unmeasured, so that spec.serve=auto could never decide to speculate: "
@@ -92,6 +91,7 @@ class BreakEvenController:
         """Take over what was measured on the running engine."""
         self._calibration = report.steps
         self.cost.observe(report.steps, calibration=True)
+        self._corrected_now = None
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured
             self._load = {t.batch: t.batch for t in report.steps}
 
@@ -117,6 +117,7 @@ class BreakEvenController:
         self.cost.observe(self.cost.at_usual_speed(stats.alike))
         self.acceptance_estimate.rolled_out(stats)
         self.correction.add(stats)
+        self._corrected_now = None
         self._served = self._served + 1 if drafted else 0
         if not drafted or self.acceptance_estimate.knows_nothing:
             self._plain_seconds = stats.seconds
@@ -148,7 +149,7 @@ class BreakEvenController:
             )
             table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
-        if chosen.table != self._plan.table and not self._fixed:
+        if chosen.table != self._plan.table and not self._asked_for:
             said = in_words(chosen.table)
             if (curve := self.acceptance_curve) is not None:
                 gain = f", predicted speed-up {chosen.speedup:.2f}x" if chosen.speculates else ""
@@ -158,18 +159,23 @@ class BreakEvenController:
         self.acceptance_estimate.serving(chosen.speculates)
         return Schedule(chosen.table, self._break_even(chosen.table), plain_share=self._plain_share(chosen))
 
+    @property
+    def _asked_for(self) -> bool:
+        """Are drafts served throughout, since the user wants them so."""
+        return self._config.serve == "always"
+
     @cached_property
     def _in_chunks(self) -> bool:
         """Does the engine's runner verify in chunks; read once, since vLLM's sources are parsed for it."""
         return runner_of(self._method.settings, "cuda").v2 and v2_verifies_in_chunks()
 
     def _plain_share(self, chosen: Plan) -> float:
-        if self._fixed or not chosen.speculates:
+        if self._asked_for or not chosen.speculates:
             return 0.0
         return self.correction.plain_share(chosen.speedup)
 
     def _break_even(self, table: Sequence[int]) -> tuple[float, ...]:
-        if self._fixed or not any(table):
+        if self._asked_for or not any(table):
             return ()
         if self.cost.problem is not None:
             return (_BREAK_EVEN_UNKNOWN,) * len(table)
@@ -178,11 +184,13 @@ class BreakEvenController:
 
     @property
     def _corrected(self) -> Corrected:
-        return Corrected(self.cost, self.correction.factor)
+        if self._corrected_now is None:
+            self._corrected_now = Corrected(self.cost, self.correction.factor)
+        return self._corrected_now
 
     def _choose(self) -> Plan:
         config, size = self._config, self._target.max_num_seqs
-        if self._fixed:
+        if self._asked_for:
             return plan.fixed(config.k, size, Reason.ASKED_FOR)
         if config.serve == "never":
             return plan.no_drafts(size, Reason.SERVE_NEVER)
@@ -234,7 +242,7 @@ class BreakEvenController:
         granted where not even that would be faster than plain decoding, or where it is good enough already.
         """
         config, self._head_start = self._config, 0.0
-        wanted = self._newborn and config.serve == "auto" and not self._fixed and self._knows_nothing
+        wanted = self._newborn and config.serve == "auto" and self._knows_nothing
         if not wanted or not self._load or self.cost.problem is not None:
             return 0.0
         nothing, ks = plan.no_drafts(self._target.max_num_seqs).table, self._ks(config.k)

@@ -57,9 +57,12 @@ class Correction:
         if self._whole_rollouts and before is not None and (before.drafts > 0) != (stats.drafts > 0):
             self._add_rollouts(*((before, stats) if stats.drafts else (stats, before)))
         good = [p for p in stats.pairs if p.k > 0 and positive(p.drafted_seconds) and positive(p.plain_seconds)]
-        for pair in good if self._cost.knows_reading else ():
-            ratio = pair.plain_seconds * self._cost.paused_share(pair.batch) / pair.drafted_seconds
-            self._pairs.append((self._phase, pair.batch, pair.k, math.log(ratio)))
+        if good and self._cost.knows_reading:
+            good = good[-_KEPT:]  # of 16 engines there may be hundreds
+            paused = self._cost.paused_share([pair.batch for pair in good]).tolist()
+            for pair, share in zip(good, paused, strict=True):
+                ratio = pair.plain_seconds * share / pair.drafted_seconds
+                self._pairs.append((self._phase, pair.batch, pair.k, math.log(ratio)))
 
     def _add_rollouts(self, plain: RolloutStats, drafted: RolloutStats) -> None:
         """Two in a row: steps of like batches make one pair."""

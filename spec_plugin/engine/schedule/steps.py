@@ -51,22 +51,22 @@ class _Steps:
 
     def __init__(self) -> None:
         self.latest: deque[Seen] = deque(maxlen=_KEPT)
-        self.all = Seen(0.0, 0.0, 0.0, 0)
-        self.forwards = self.drafted = 0
+        self.all = Seen(0.0, 0, 0.0, 0)
+        self.drafted = 0
 
     def add(self, step: _Open, seconds: float) -> None:
         one = Seen(seconds, step.batch, step.context, 1)
         self.latest.append(one)
         self.all = Seen(*(before + now for before, now in zip(self.all, one, strict=True)))
-        self.forwards, self.drafted = self.forwards + step.batch, self.drafted + step.drafted
+        self.drafted += step.drafted
 
     def timing(self, kind: Kind, uneven: bool) -> StepTiming:
-        steps = int(self.all.steps)
+        steps, forwards = int(self.all.steps), int(self.all.batch)
         if not kind.alike:
             found = Seen(*(x / steps for x in self.all))
         else:
             found = _without_the_longest(self.latest) if uneven else middle(self.latest)
-        counts = steps, found.context, self.forwards, self.drafted
+        counts = steps, found.context, forwards, self.drafted
         return StepTiming(found.batch, kind.k, kind.paused, found.seconds, *counts, kind.alike, kind.prompts)
 
 
@@ -154,7 +154,7 @@ class StepLog:
             now: ``time.perf_counter()``.
         """
         if self._open is not None:
-            self._open = self._open._replace(kind=Kind(self._open.kind.k, False, False, self._open.kind.prompts))
+            self._open = self._open._replace(kind=self._open.kind._replace(paused=False, alike=False))
             self.end(now)
 
     def take(self) -> list[StepTiming]:
