@@ -166,11 +166,6 @@ class SpecConfig(BaseModel):
     refresh_timeout_s: float = Field(
         60.0, gt=0.0, le=86_400.0, description="seconds after which a refresh without an answer counts as failed"
     )
-    eager_refresh: bool = Field(
-        False,
-        description="where rollouts go on while the policy is trained: refresh the draft after each slice of its training, "
-        "too, not only at weight syncs",
-    )
     recoveries: int = Field(
         5,
         ge=0,

@@ -150,10 +150,7 @@ def spec_weight_sync(event: WeightSync) -> None:
 
 @hookspec(firstresult=True)
 def spec_draft_weights(event: WeightSync) -> DraftRefresh | None:
-    """(A) Right after ``spec_weight_sync``, at the same safe point: the draft weights to install, or None to keep the old.
-
-    With ``spec.eager_refresh`` also behind ``spec_train_draft``; the event then carries the version that rolls out, no tensors.
-    """
+    """(A) Right after ``spec_weight_sync``, at the same safe point: the draft weights to install, or None to keep the old."""
 
 
 @hookspec

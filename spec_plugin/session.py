@@ -313,20 +313,10 @@ class SpecSession:
             with self.guarded(Reason.REFRESH, "weight sync"):
                 self.manager.hook.spec_weight_sync(event=event)
                 # engines that sleep at level 2 have lost theirs
-                refresh = self._refresh(event) if not self.hidden or self.config.sleep_level > 1 else None
+                if not self.hidden or self.config.sleep_level > 1:
+                    answer = self.manager.hook.spec_draft_weights(event=event)
+                    refresh = None if answer is None else expect_instance(answer, DraftRefresh, "spec_draft_weights")
         return refresh
-
-    def draft_weights(self, event: WeightSync) -> DraftRefresh | None:
-        """Between two weight syncs: the draft weights to install, or None to keep the old ones."""
-        refresh: DraftRefresh | None = None
-        if not self.failed:
-            with self.guarded(Reason.REFRESH, "draft weights"):
-                refresh = self._refresh(event)
-        return refresh
-
-    def _refresh(self, event: WeightSync) -> DraftRefresh | None:
-        answer = self.manager.hook.spec_draft_weights(event=event)
-        return None if answer is None else expect_instance(answer, DraftRefresh, "spec_draft_weights")
 
     def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
         """Tell the plugins what became of a refresh."""

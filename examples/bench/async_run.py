@@ -19,7 +19,7 @@ from examples.bench import common  # noqa: E402
 from examples.bench.common import Spread, paired, say, show, spread  # noqa: E402
 from examples.quickstart import report  # noqa: E402
 from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
-from examples.quickstart.trainers import PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, TRAINERS, Start  # noqa: E402
+from examples.quickstart.trainers import TRAINERS, Start  # noqa: E402
 
 HELP = """Measure what the flag does to an asynchronous GRPO run: the quickstart's in verl (separate_async), trainer and
 engine in processes of their own, a core each.
@@ -33,24 +33,10 @@ passed to verl, as in the quickstart.
 \b
 --acceptance asks one thing only: does a draft accept less because its policy lags? Runs with the flag alone, always drafting,
 at one k and with the same number of draft training steps, so that nothing else differs at the same step.
-
-\b
---refresh asks one, too: where the policy is synced after every fourth update (verl's own parameter_sync_step), do rollouts gain
-from a draft that is refreshed after each of the four (spec.eager_refresh)? Runs of one lag differ by that alone.
 """
 
 #: for runs that differ by their lag alone: nothing is decided by a clock
 FIXED = {"serve": "always", "k": 3, "train_share": 0.5, "train_max_steps": 8}
-
-#: verl's default: the draft is trained in four slices from one weight sync to the next
-SYNC_STEP = 4
-_SLICE = PROMPTS_PER_STEP // SYNC_STEP
-_SLICES = (
-    f"trainer.v1.separate_async.parameter_sync_step={SYNC_STEP}",
-    f"actor_rollout_ref.actor.ppo_mini_batch_size={_SLICE}",
-    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={_SLICE * SAMPLES_PER_PROMPT}",
-    f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={_SLICE * SAMPLES_PER_PROMPT}",
-)
 
 KINDS = ("plain", "flag")
 _LAG = "trainer.v1.separate_async.num_warmup_batches"
@@ -79,7 +65,6 @@ class Arm:
     name: str
     lag: int
     base: str  # name of the one that it is compared with
-    overrides: tuple[str, ...] = ()
 
 
 @click.command(
@@ -91,7 +76,6 @@ class Arm:
 @click.option("--repeats", default=1, help="Runs of each kind.")
 @click.option("--out", default=common.RESULTS, type=click.Path(path_type=Path), help="Folder of JSON and PNG.")
 @click.option("--acceptance", is_flag=True, help="Compare acceptance alone, lag by lag.")
-@click.option("--refresh", is_flag=True, help="Compare acceptance alone, with and without refreshes between syncs.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def main(
     lags: str,
@@ -100,17 +84,14 @@ def main(
     repeats: int,
     out: Path,
     acceptance: bool,
-    refresh: bool,
     overrides: tuple[str, ...],
 ) -> None:
     """Run, compare, report."""
     where = common.environment("cpu")
     chosen = [int(lag) for lag in lags.split(",")]
     settings = {"lags": chosen, "steps": steps, "first": first, "repeats": repeats, "overrides": overrides}
-    if acceptance or refresh:
-        arms = refresh_arms(chosen) if refresh else lag_arms(chosen)
-        name = "async-refresh" if refresh else "async-acceptance"
-        return compare_acceptance(arms, name, settings, out, where)
+    if acceptance:
+        return compare_acceptance(lag_arms(chosen), "async-acceptance", settings, out, where)
     runs: dict[tuple[int, str], list[Records]] = {}
     try:
         for repeat in range(repeats):
@@ -129,22 +110,6 @@ def lag_arms(lags: Sequence[int]) -> list[Arm]:
     return [Arm(name, lag, names[0]) for name, lag in zip(names, lags, strict=True)]
 
 
-def refresh_arms(lags: Sequence[int]) -> list[Arm]:
-    """Two runs for each lag, the second with refreshes between weight syncs.
-
-    Raises:
-        click.BadParameter: for lag 0, where nothing is sampled between two syncs while the draft is trained.
-    """
-    if 0 in lags:
-        raise click.BadParameter("0 is synchronous: no rollout runs beside training; --lags 1,2", param_hint="--lags")
-    arms = []
-    for lag in lags:
-        once = f"lag {lag}, at syncs"
-        arms.append(Arm(once, lag, once, _SLICES))
-        arms.append(Arm(f"lag {lag}, after each slice", lag, once, (*_SLICES, f"{SPEC}eager_refresh=true")))
-    return arms
-
-
 def compare_acceptance(
     arms: Sequence[Arm], name: str, settings: Mapping[str, Any], out: Path, where: Mapping[str, Any]
 ) -> None:
@@ -153,7 +118,7 @@ def compare_acceptance(
     found: dict[str, list[list[float | None]]] = {arm.name: [] for arm in arms}
     for repeat in range(int(settings["repeats"])):
         for arm in arms:
-            overrides = (*fixed, *arm.overrides, *settings["overrides"])
+            overrides = (*fixed, *settings["overrides"])
             folder = out / f"{name}-{arm.name.replace(', ', '-').replace(' ', '-')}-{repeat}"
             records = run(arm.lag, "flag", int(settings["steps"]), folder, overrides)
             found[arm.name].append([r["acceptance_length"] for r in records])

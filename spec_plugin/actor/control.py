@@ -394,9 +394,6 @@ class RolloutControl:
         with self.ledger.spending():
             if not session.hidden:
                 session.train_draft(step, share / (1.0 - share) * step_seconds + head_start)
-            if self._overlaps and session.config.eager_refresh and self.policy_version >= 0 and not session.hidden:
-                # requests in flight go on with the new draft: exact, since the target verifies what either proposes
-                run_blocking(self._install(session.draft_weights(WeightSync(self.policy_version, None, None))))
         self._slices.restart()
         self.ledger.close()
         self.ledger.waits()

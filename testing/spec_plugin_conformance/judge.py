@@ -38,8 +38,7 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = {
 #: and where phases overlap with training, which then last from one weight sync to the next
 _OVERLAPPING: Mapping[str, tuple[str, ...]] = {
     "spec_rollout_start": ("spec_target_forward", "spec_check_logprobs"),
-    "spec_train_draft": ("spec_rollout_end", "spec_target_forward", "spec_check_logprobs", "spec_draft_weights"),
-    "spec_refreshed": ("spec_rollout_end", "spec_target_forward", "spec_check_logprobs"),  # eager_refresh
+    "spec_train_draft": ("spec_rollout_end", "spec_target_forward", "spec_check_logprobs"),
     "spec_rollout_end": ("spec_weight_sync",),
     "memory_keep": ("spec_weight_sync",),
 }

@@ -224,7 +224,7 @@ def make(fault: Fault, link: FakeLink | None = None, overlaps: bool = True, **op
     manager.register(Drafter())
     if fault.call.startswith("spec_"):
         manager.register(broken_plugin(fault), name="broken")
-    config = {"serve": "always", "audit": True, "eager_refresh": True, "refresh_timeout_s": 0.01} | options
+    config = {"serve": "always", "audit": True, "refresh_timeout_s": 0.01} | options
     session = SpecSession(SpecConfig(**config), TARGET, manager)
     if fault.call in NO_HOOKS:
         listen(session, fault.call, fault.answer)

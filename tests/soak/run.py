@@ -45,7 +45,6 @@ OPTIONS = {
     "serve": "always",
     "k": 3,
     "audit": True,
-    "eager_refresh": True,
     "self_test_seconds": 2,
     "on_self_test_failure": "plain",
     "refresh_timeout_s": 1,

@@ -223,17 +223,6 @@ def test_law_3_where_the_trainer_does_not_say_it_text_that_is_older_than_the_pha
         assert found.tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_between_two_syncs_the_draft_is_refreshed_if_that_is_wished(eager):
-    engines = Lagging()
-    control = lagging(engines, eager_refresh=eager)
-    asyncio.run(control.synced(sync(0)))
-    asyncio.run(control.begin())
-    control.train_draft(0)
-    assert len(engines.installed) == 1 + eager
-    assert not control.session.failed
-
-
 def test_law_6_engines_that_do_not_say_what_they_sampled_cost_speculation_only():
     class Silent(Lagging):
         async def spans(self) -> list[Span]:

@@ -180,11 +180,3 @@ def test_acceptance_is_compared_step_by_step_within_a_repeat_where_both_drafted(
     length, away = async_run.compared(mine, base, 2)
     assert away == common.Spread(0.5, 0.5, 0.5, 6)
     assert length.n == 6 and length.median == 3.0
-
-
-def test_what_a_refresh_between_syncs_gains_is_asked_of_runs_that_differ_by_that_alone() -> None:
-    once, often, *_ = async_run.refresh_arms([1, 2])
-    assert often.base == once.name == once.base and often.lag == once.lag == 1
-    assert set(often.overrides) - set(once.overrides) == {f"{async_run.SPEC}eager_refresh=true"}
-    with pytest.raises(async_run.click.BadParameter, match="synchronous"):
-        async_run.refresh_arms([0, 1])

@@ -137,7 +137,7 @@ def test_all_ranks_begin_anew_together_with_the_draft_of_the_first(tmp_path, whe
             control.train_draft(version)
             failed.append(session.failed)
             versions.append(trainer._trainer.draft_version)
-        refresh = session.draft_weights(sync(99))
+        refresh = session.weight_sync(sync(99))
         assert refresh is not None
         return [failed, versions[-1], versions[-1] > versions[3], refresh.digest]
 
