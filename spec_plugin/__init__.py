@@ -1,14 +1,14 @@
 """spec-plugin: lossless speculative rollouts for RL trainers, with a draft that is trained and refreshed inside the run."""
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import (
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import (
     LogprobProvenanceError,
     LosslessError,
     PatchError,
     SpecConfigError,
     SpecPluginError,
 )
-from spec_plugin.hookspecs import hookimpl, hookspec
+from spec_plugin.api.hookspecs import hookimpl, hookspec
 
 __version__ = "0.1.0"
 __all__ = [

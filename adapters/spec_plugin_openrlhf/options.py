@@ -1,4 +1,4 @@
-"""What OpenRLHF's own flags say of the target, read once at the edge; every objection. Our flags: ``spec_plugin.arguments``."""
+"""What OpenRLHF's own flags say of the target, read once at the edge; every objection. Ours: ``spec_plugin.plan.arguments``."""
 
 from __future__ import annotations
 

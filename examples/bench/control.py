@@ -19,7 +19,7 @@ from examples.bench import common, large, workload  # noqa: E402
 from examples.bench.common import Spread, interleave, paired, say, show, spread, verdict  # noqa: E402
 from examples.bench.speedup import prepare_draft  # noqa: E402
 from examples.bench.steering import Steered, calibrate  # noqa: E402
-from spec_plugin.events import SelfTestReport  # noqa: E402
+from spec_plugin.api.events import SelfTestReport  # noqa: E402
 from spec_plugin.step_cost.chances import constant_acceptance  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402
 

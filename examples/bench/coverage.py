@@ -17,12 +17,12 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from spec_plugin_conformance.targets import tiny_targets  # noqa: E402
 
+from spec_plugin.api.errors import SpecConfigError  # noqa: E402
 from spec_plugin.commands.check import find_check, judge_run  # noqa: E402
 from spec_plugin.commands.judgement import find_model  # noqa: E402
-from spec_plugin.engine_class import engine_class  # noqa: E402
-from spec_plugin.errors import SpecConfigError  # noqa: E402
-from spec_plugin.refusals import OURS, read_json  # noqa: E402
-from spec_plugin.run_plan import FindModel, Model  # noqa: E402
+from spec_plugin.plan.engine_class import engine_class  # noqa: E402
+from spec_plugin.plan.refusals import OURS, read_json  # noqa: E402
+from spec_plugin.plan.run_plan import FindModel, Model  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 FAMILIES = DATA / "model_families.json"

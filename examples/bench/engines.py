@@ -28,15 +28,15 @@ from vllm.sampling_params import RequestOutputKind
 
 from draft_training import digest
 from examples.bench.common import Seconds, now, prepare_process, spread
-from spec_plugin.config import SpecConfig
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import Schedule, StepPair, StepTiming, TargetInfo
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.schedule.channel import RestOfSteps
-from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.events import Schedule, StepPair, StepTiming, TargetInfo
-from spec_plugin.session import SpecSession
+from spec_plugin.engine.vllm.schedule.channel import RestOfSteps
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
+from spec_plugin.lifecycle.session import SpecSession
 
 Kind = Literal["plain", "live", "stock", "flag"]
-EXTENSION = "spec_plugin.engine.extension.SpecWorkerExtension"
+EXTENSION = "spec_plugin.engine.vllm.extension.SpecWorkerExtension"
 
 
 @dataclass(frozen=True)

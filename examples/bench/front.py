@@ -22,10 +22,10 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show  # noqa: E402
+from spec_plugin.api.spans import Spans  # noqa: E402
+from spec_plugin.api.witness import Witness  # noqa: E402
 from spec_plugin.engine.flight import RequestTracker  # noqa: E402
 from spec_plugin.engine.sampling import SampledRequest  # noqa: E402
-from spec_plugin.spans import Spans  # noqa: E402
-from spec_plugin.witness import Witness  # noqa: E402
 
 HELP = """Measure the CPU time of an engine's front end, without a model.
 

@@ -23,11 +23,11 @@ from draft_training import HiddenBuffer  # noqa: E402
 from draft_training.config import default_aux_layers  # noqa: E402
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import Seconds, Spread, interleave, paired, say, show, spread, timed, verdict  # noqa: E402
-from spec_plugin.actor.decoder import find_decoder  # noqa: E402
-from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
-from spec_plugin.actor.taps import Taps  # noqa: E402
-from spec_plugin.builtin.trainer import documents_of  # noqa: E402
-from spec_plugin.events import HiddenStates  # noqa: E402
+from spec_plugin.api.events import HiddenStates  # noqa: E402
+from spec_plugin.policy.online_training import documents_of  # noqa: E402
+from spec_plugin.trainer.decoder import find_decoder  # noqa: E402
+from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.trainer.taps import Taps  # noqa: E402
 
 HELP = """Measure what harvest adds to the log-prob pass that the trainer runs anyway.
 

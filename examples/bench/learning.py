@@ -28,8 +28,8 @@ from examples.bench.learning_report import report, tell, write_picture  # noqa: 
 from examples.bench.recorded import FIRST, LATER, Row, Step, record  # noqa: E402
 from examples.bench.steering import Steered, calibrate  # noqa: E402
 from examples.bench.subjects import Subject  # noqa: E402
-from spec_plugin.builtin.held_out import CONTEXT, EACH  # noqa: E402
-from spec_plugin.events import SelfTestReport  # noqa: E402
+from spec_plugin.api.events import SelfTestReport  # noqa: E402
+from spec_plugin.policy.held_out import CONTEXT, EACH  # noqa: E402
 
 if TYPE_CHECKING:
     from examples.bench.engines import Remote, Timing

@@ -27,7 +27,7 @@ from minimal_adapter.loop import Settings  # noqa: E402
 from spec_plugin_conformance.tiny import make_target  # noqa: E402
 
 from draft_training.parts import Part  # noqa: E402
-from spec_plugin.speculation import Speculation  # noqa: E402
+from spec_plugin.api.speculation import Speculation  # noqa: E402
 
 THOUSAND = 1000
 
@@ -84,7 +84,7 @@ class Measured(MinimalAdapter):
 
 
 def _always(k: int, most: int) -> Any:
-    from spec_plugin.events import Schedule
+    from spec_plugin.api.events import Schedule
 
     return Schedule((0, *[k] * most))
 

@@ -25,7 +25,7 @@ from examples.bench.common import Spread, say, show, spread  # noqa: E402
 from examples.bench.turns import BusyLoop, Contestant, Step, in_turns  # noqa: E402
 from examples.quickstart.policy import QUICKSTART, cached_policy  # noqa: E402
 from examples.quickstart.trainers import TRAINERS, Start, Trainer  # noqa: E402
-from spec_plugin.config import SpecConfig  # noqa: E402
+from spec_plugin.api.config import SpecConfig  # noqa: E402
 
 HELP = """Compare whole steps of the quickstart's GRPO run, with the flag and without, and the rewards that come of it.
 

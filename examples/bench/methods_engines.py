@@ -17,9 +17,9 @@ from examples.bench.methods_report import Cell, Controlled
 from examples.bench.steering import Steered, calibrate
 from examples.quickstart.policy import cached_policy, made_whole
 from spec_plugin import SpecConfig
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method
-from spec_plugin.method import Method
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method
+from spec_plugin.lifecycle.manager import built_in_method
 
 if TYPE_CHECKING:
     from examples.bench.engines import Remote, Timing

@@ -21,7 +21,7 @@ from spec_plugin_projection.shapes import ModelShape, shape_of  # noqa: E402
 
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import interleave, say, show, spread  # noqa: E402
-from spec_plugin.events import StepTiming  # noqa: E402
+from spec_plugin.api.events import StepTiming  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402
 
 if TYPE_CHECKING:

@@ -23,13 +23,13 @@ from spec_plugin_conformance.tiny import tiny_config  # noqa: E402
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, digest  # noqa: E402
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show, track  # noqa: E402
-from spec_plugin.actor.decoder import find_decoder  # noqa: E402
-from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
-from spec_plugin.actor.taps import Taps  # noqa: E402
-from spec_plugin.builtin.provenance import ProvenanceGuard  # noqa: E402
-from spec_plugin.builtin.trainer import documents_of  # noqa: E402
-from spec_plugin.config import SpecConfig  # noqa: E402
-from spec_plugin.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
+from spec_plugin.api.config import SpecConfig  # noqa: E402
+from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
+from spec_plugin.policy.online_training import documents_of  # noqa: E402
+from spec_plugin.policy.provenance import ProvenanceGuard  # noqa: E402
+from spec_plugin.trainer.decoder import find_decoder  # noqa: E402
+from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.trainer.taps import Taps  # noqa: E402
 
 HELP = """Measure what harvest, draft training, refresh and provenance cost, at growing hidden size, vocabulary and length.
 

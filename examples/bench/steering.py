@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.config import SpecConfig
-from spec_plugin.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
-from spec_plugin.method import Method
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import DraftRefresh, RefreshReport, RolloutStats, SelfTestReport, TargetInfo
+from spec_plugin.api.method import Method
+from spec_plugin.policy.break_even.controller import BreakEvenController
 
 if TYPE_CHECKING:
     from examples.bench.engines import Remote, Timing

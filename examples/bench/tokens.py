@@ -17,11 +17,11 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show, track  # noqa: E402
-from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag  # noqa: E402
-from spec_plugin.config import SpecConfig  # noqa: E402
-from spec_plugin.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
-from spec_plugin.spans import Span, Spans, fingerprints  # noqa: E402
-from spec_plugin.witness import Witness, witnessed  # noqa: E402
+from spec_plugin.api.config import SpecConfig  # noqa: E402
+from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
+from spec_plugin.api.spans import Span, Spans, fingerprints  # noqa: E402
+from spec_plugin.api.witness import Witness, witnessed  # noqa: E402
+from spec_plugin.policy.provenance import ProvenanceGuard, by_lag  # noqa: E402
 
 HELP = """Time what judges the log-probs of a step, from ten thousand to a million tokens.
 

@@ -25,11 +25,11 @@ from draft_training import (
 )
 from examples.bench.common import CACHE, say, track
 from examples.quickstart.policy import PolicySettings, cached_policy, made_whole, one_thread, problem, question
-from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
-from spec_plugin.actor.taps import Taps
-from spec_plugin.builtin.trainer import documents_of
-from spec_plugin.method import Method, StartingDraft
+from spec_plugin.api.method import Method, StartingDraft
+from spec_plugin.policy.online_training import documents_of
+from spec_plugin.trainer.decoder import find_decoder
+from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.trainer.taps import Taps
 
 #: the quickstart's policy without slips in its teaching examples: a policy that knows its task, as late in a run
 CAREFUL = PolicySettings(slip=0.0)

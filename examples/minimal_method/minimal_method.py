@@ -8,8 +8,8 @@ leaves it out.
 from __future__ import annotations
 
 from spec_plugin import SpecConfig, SpecConfigError, hookimpl
-from spec_plugin.events import TargetInfo
-from spec_plugin.method import Method
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method
 
 NAME = "repeats"
 

@@ -13,9 +13,9 @@ from typing import Any
 import click
 from rich.console import Console
 
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecConfigError, SpecPluginError
 from spec_plugin.commands.terminal import Refused, echo, visible
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError, SpecPluginError
 from spec_plugin_projection.evidence import read_calibration, read_run
 from spec_plugin_projection.hardware import find_card
 from spec_plugin_projection.lengths import Lengths, from_file, lognormal, percentiles

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import StepTiming
-from spec_plugin.outside import text_of
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import StepTiming
+from spec_plugin.plan.text_files import text_of
 from spec_plugin_projection.lengths import MOST_TOKENS
 from spec_plugin_projection.measured import Measured, StepTimes, Work
 from spec_plugin_projection.projecting import MOST_RESPONSES
@@ -81,7 +81,7 @@ def _times(steps: Sequence[Metrics], k: int) -> StepTimes | None:
 
 
 def read_calibration(file: Path) -> list[StepTiming]:
-    """What the controller saves in a checkpoint: a list of objects, the fields of ``spec_plugin.events.StepTiming``.
+    """What the controller saves in a checkpoint: a list of objects, the fields of ``spec_plugin.api.events.StepTiming``.
 
     Raises:
         SpecConfigError: if it is not one.

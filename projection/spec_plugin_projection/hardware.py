@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.api.errors import SpecConfigError
 
 _TERA, _GIGA = 1e12, 1e9
 

@@ -11,8 +11,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.outside import text_of
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.plan.text_files import text_of
 
 #: of the logarithm, where only a mean is given: the 99th percentile is about five times the median
 SIGMA = 0.7

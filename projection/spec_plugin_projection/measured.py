@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
 from spec_plugin.step_cost.model import CostModel, StepCost
 from spec_plugin_projection.constants import Constants
 from spec_plugin_projection.roofline import Deployment, Roofline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin_projection.projecting import MOST_RESPONSES, Overrides, Projection, Question, project
 
 #: batches that are shown, as multiples of the one that is asked for

@@ -9,8 +9,8 @@ from statistics import quantiles
 
 import numpy as np
 
-from spec_plugin.builtin.break_even.plan import best
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.policy.break_even.plan import best
 from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
 from spec_plugin.step_cost.model import StepCost
 from spec_plugin_projection.constants import Constants

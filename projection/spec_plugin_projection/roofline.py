@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.step_cost.model import StepCost
 from spec_plugin_projection.constants import Constants
 from spec_plugin_projection.hardware import Card

@@ -10,7 +10,7 @@ from typing import Any
 from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import is_size, short_repr, text_part
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin_projection.experts import EXPERTS, TAKEN, Experts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from spec_plugin.speculation import in_words
+from spec_plugin.api.speculation import in_words
 from spec_plugin_projection.constants import KNOWN
 from spec_plugin_projection.measured import Measured
 from spec_plugin_projection.projecting import AUTO, Estimate, ProjectedRow, Projection, Question

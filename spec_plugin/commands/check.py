@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import import_module
 
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands.adapters import installed_adapters, module_for
 from spec_plugin.commands.forecast import judge
 from spec_plugin.commands.judgement import Judgement, find_model
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.run_plan import FindModel, RunPlan
+from spec_plugin.plan.run_plan import FindModel, RunPlan
 
 #: what an adapter offers: the run's arguments and a finder of models, to what the run would be
 Check = Callable[[Sequence[str], FindModel], RunPlan]

@@ -16,16 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_plugin import __version__
+from spec_plugin.api.config import SpecConfig, describe_range, options_table
+from spec_plugin.api.diagnosis import Diagnosis
+from spec_plugin.api.errors import SpecPluginError
 from spec_plugin.commands.check import judge_run
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
 from spec_plugin.commands.doctor import Section, examine, hook_summaries, to_json, works
 from spec_plugin.commands.judgement import find_model, model_from
 from spec_plugin.commands.terminal import Refused, echo, visible
-from spec_plugin.config import SpecConfig, describe_range, options_table
-from spec_plugin.diagnosis import Diagnosis
-from spec_plugin.errors import SpecPluginError
-from spec_plugin.outside import write_whole
+from spec_plugin.plan.text_files import write_whole
 
 _WIDTH = 250  # of a table that is not printed to a terminal
 _SHOWN = 300  # characters of an error that nobody expected
@@ -317,7 +317,7 @@ def options(markdown: bool) -> None:
 
 @main.command()
 def hooks() -> None:
-    """Every hook that a plugin may implement; spec_plugin/hookspecs.py has the details."""
+    """Every hook that a plugin may implement; spec_plugin/api/hookspecs.py has the details."""
     table = Table(box=None, pad_edge=False)
     table.add_column("hook", no_wrap=True)
     table.add_column("when")

@@ -1,7 +1,7 @@
 """The doctor: looks at everything that a run needs, without starting anything, and says what to do where it would not work.
 
 Each ``examine_*`` function returns diagnoses as plain data; ``spec_plugin.commands.cli`` prints them. What is of one trainer is
-said by its adapter (``spec_plugin.diagnosis.AdapterDoctor``). torch, vLLM and adapters are imported inside the functions: the
+said by its adapter (``spec_plugin.api.diagnosis.AdapterDoctor``). torch, vLLM and adapters are imported inside the functions: the
 doctor must also work where they are missing, and ``spec-plugin --help`` must be quick.
 """
 
@@ -21,15 +21,15 @@ from draft_training.config import DraftConfig
 from draft_training.errors import DraftConfigError
 from draft_training.outside import TARGET, text_part
 from draft_training.rope import derived_length
-from spec_plugin import hookspecs
-from spec_plugin.builtin.registry import optional_packages
+from spec_plugin.api import hookspecs
+from spec_plugin.api.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, version_of, without_accelerator
+from spec_plugin.api.errors import PatchError, SpecConfigError
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
 from spec_plugin.commands.graphs import never_run, runners_by_method
-from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, version_of, without_accelerator
-from spec_plugin.errors import PatchError, SpecConfigError
-from spec_plugin.events import TargetInfo
-from spec_plugin.hub import DraftNotHereError, draft_folder
-from spec_plugin.refusals import read_json
+from spec_plugin.lifecycle.registry import optional_packages
+from spec_plugin.plan.hub import DraftNotHereError, draft_folder
+from spec_plugin.plan.refusals import read_json
 
 #: Distributions that every run needs.
 _DISTRIBUTIONS = ("spec-plugin", "torch", "transformers", "safetensors", "pluggy", "pydantic")
@@ -141,7 +141,7 @@ def _declared(name: str) -> Callable[[str], bool] | None:
 def examine_capabilities() -> tuple[Diagnosis, ...]:
     """What the installed vLLM can do, found by looking at it."""
     try:
-        from spec_plugin.engine.capabilities import probe_vllm
+        from spec_plugin.engine.vllm.capabilities import probe_vllm
 
         return tuple(probe_vllm())
     except ImportError as error:
@@ -160,10 +160,10 @@ def examine_engine() -> tuple[Diagnosis, ...]:
 def examine_patches() -> tuple[Diagnosis, ...]:
     """Apply the repairs that this build of vLLM may need in this process, and say what became of each."""
     try:
-        from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES
-        from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES
-        from spec_plugin.engine.repairs.on_cpu import apply_cpu_patches, cpu_repairs, on_cpu
-        from spec_plugin.engine.repairs.patches import apply_each
+        from spec_plugin.engine.vllm.repairs.draft_noise import NOISE_PATCHES
+        from spec_plugin.engine.vllm.repairs.graphs import GRAPH_PATCHES
+        from spec_plugin.engine.vllm.repairs.on_cpu import apply_cpu_patches, cpu_repairs, on_cpu
+        from spec_plugin.engine.vllm.repairs.patches import apply_each
 
         if on_cpu():
             cpu_repairs().register_kernels()
@@ -221,8 +221,8 @@ def _said(error: Exception) -> str:
 
 def examine_plugins() -> tuple[Diagnosis, ...]:
     """Every active plugin: where it comes from and which hooks it implements."""
-    from spec_plugin.builtin.registry import built_in_plugins
-    from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
+    from spec_plugin.lifecycle.manager import ENTRY_POINT_GROUP, create_manager
+    from spec_plugin.lifecycle.registry import built_in_plugins
 
     try:
         manager = create_manager()
@@ -277,8 +277,8 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
         new_draft: whether the run would start without a draft checkpoint.
         where: the file, for the messages.
     """
-    from spec_plugin.builtin.methods.served import INSTEAD
-    from spec_plugin.engine_class import unreadable
+    from spec_plugin.methods.served import INSTEAD
+    from spec_plugin.plan.engine_class import unreadable
 
     try:
         made = DraftConfig.from_target(hf_config, where=where)
@@ -301,8 +301,8 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
 def _memory(hf_config: Mapping[str, Any], made: DraftConfig) -> Diagnosis:
     """What training a new draft takes beside the actor, with default options."""
     from draft_training import TrainSettings, training_memory
-    from spec_plugin.builtin.trainer import TRAIN_TOKENS
-    from spec_plugin.config import SpecConfig
+    from spec_plugin.api.config import SpecConfig
+    from spec_plugin.policy.online_training import TRAIN_TOKENS
 
     device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
     tokens, tied = TRAIN_TOKENS[device], bool(text_part(hf_config).get("tie_word_embeddings"))
@@ -321,7 +321,7 @@ def _memory(hf_config: Mapping[str, Any], made: DraftConfig) -> Diagnosis:
 
 def _on_cpu() -> bool:
     try:
-        from spec_plugin.engine.repairs.on_cpu import on_cpu
+        from spec_plugin.engine.vllm.repairs.on_cpu import on_cpu
 
         return on_cpu()
     except ImportError:

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from draft_training.files import weight_files
 from draft_training.outside import text_part
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.diagnosis import without_accelerator
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.method import Method
 from spec_plugin.commands.graphs import graphs_of, never_run
 from spec_plugin.commands.judgement import Judgement
-from spec_plugin.config import SpecConfig
-from spec_plugin.diagnosis import without_accelerator
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
-from spec_plugin.engine.states import check_states
-from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.hub import DraftNotHereError, draft_folder, known_draft
-from spec_plugin.manager import built_in_method, create_manager
-from spec_plugin.method import Method
-from spec_plugin.model_runner import runner_of
-from spec_plugin.refusals import Objection
-from spec_plugin.run_plan import RunFacts, RunPlan
-from spec_plugin.session import method_of
+from spec_plugin.engine.recurrent_states import check_states
+from spec_plugin.lifecycle.manager import built_in_method, create_manager
+from spec_plugin.lifecycle.session import method_of
+from spec_plugin.plan.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
+from spec_plugin.plan.hub import DraftNotHereError, draft_folder, known_draft
+from spec_plugin.plan.model_runner import runner_of
+from spec_plugin.plan.refusals import Objection
+from spec_plugin.plan.run_plan import RunFacts, RunPlan
 
 if TYPE_CHECKING:
     from draft_training.draft import DraftShape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_plugin.model_runner import METHODS, Runner, runner_of, v2_takes_every_k
+from spec_plugin.plan.model_runner import METHODS, Runner, runner_of, v2_takes_every_k
 
 #: of a vLLM that takes V1 and piecewise graphs only since k changes (docs/measured.md): what no controller can give back
 SLOWER_PLAIN = (

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.refusals import Objection, read_json
-from spec_plugin.run_plan import FindModel, Model
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.plan.refusals import Objection, read_json
+from spec_plugin.plan.run_plan import FindModel, Model
 
 
 @dataclass(frozen=True)

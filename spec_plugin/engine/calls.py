@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.sleep import PARTS
-from spec_plugin.events import (
+from spec_plugin.api.events import (
     DraftRefresh,
     EngineSchedule,
     EngineState,
@@ -16,9 +14,11 @@ from spec_plugin.events import (
     Schedule,
     SelfTestReport,
 )
-from spec_plugin.rollouts import Rollout
-from spec_plugin.spans import Span
-from spec_plugin.witness import Witness
+from spec_plugin.api.rollouts import Rollout
+from spec_plugin.api.spans import Span
+from spec_plugin.api.witness import Witness
+from spec_plugin.engine.front import EngineFront
+from spec_plugin.engine.sleep import PARTS
 
 
 class SpecEngineMethods:
@@ -82,7 +82,7 @@ class SpecEngineMethods:
 
 
 class EngineCalls(SpecEngineMethods):
-    """The same calls for an engine that lives in the actor's process, see ``spec_plugin.actor.links.LocalLink``."""
+    """The same calls for an engine that lives in the actor's process, see ``spec_plugin.trainer.links.LocalLink``."""
 
     def __init__(self, front: EngineFront) -> None:
         self._spec_front = front

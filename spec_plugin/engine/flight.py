@@ -2,7 +2,7 @@
 
 A trainer with partial rollouts pauses its engines for a weight sync and keeps what is in flight, which goes on under the next
 policy: one response is then of several versions. The engine's core knows how far each request had come
-(``spec_plugin.engine.schedule.utilities``); here its response is cut there.
+(``spec_plugin.engine.vllm.schedule.utilities``); here its response is cut there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from spec_plugin.engine.control import ControlStretch
-from spec_plugin.engine.schedule.utilities import NUMBER
-from spec_plugin.events import UNKNOWN
-from spec_plugin.spans import FORGOTTEN, KEPT, Span, fingerprints, joined, weighed_as_carried
+from spec_plugin.api.events import UNKNOWN
+from spec_plugin.api.spans import FORGOTTEN, KEPT, Span, fingerprints, joined, weighed_as_carried
+from spec_plugin.engine.control_group import ControlStretch
+from spec_plugin.engine.vllm.schedule.utilities import NUMBER
 
 
 @dataclass(frozen=True)

@@ -13,30 +13,9 @@ from typing import Any
 
 import numpy as np
 from safetensors.torch import save_file
-from vllm import SamplingParams
 
-from spec_plugin.engine.additional import with_own_settings
-from spec_plugin.engine.control import ControlGroup, ControlStretch
-from spec_plugin.engine.flight import Request, RequestTracker
-from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
-from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed, options_of
-from spec_plugin.engine.schedule.channel import (
-    in_flight,
-    pause_idle_draft,
-    put_in_force,
-    rest_of_steps,
-    take_pairs,
-    take_steps,
-)
-from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.schedule.scheduler import SCHEDULER
-from spec_plugin.engine.selftest.plan import SelfTestPlan, questions_and_noise
-from spec_plugin.engine.selftest.probe import TOP
-from spec_plugin.engine.selftest.test import run_self_test
-from spec_plugin.engine.states import check_states, for_states, turned_off
-from spec_plugin.engine_class import keeps_states
-from spec_plugin.errors import SpecConfigError, pass_on
-from spec_plugin.events import (
+from spec_plugin.api.errors import SpecConfigError, pass_on
+from spec_plugin.api.events import (
     DraftRefresh,
     EngineSchedule,
     EngineState,
@@ -45,11 +24,32 @@ from spec_plugin.events import (
     Schedule,
     SelfTestReport,
 )
-from spec_plugin.folders import own_folder, place_for, sweep_own
-from spec_plugin.rollouts import Rollout
-from spec_plugin.session import SpecSession
-from spec_plugin.spans import Span
-from spec_plugin.witness import KEPT, Witness
+from spec_plugin.api.rollouts import Rollout
+from spec_plugin.api.spans import Span
+from spec_plugin.api.witness import KEPT, Witness
+from spec_plugin.engine.control_group import ControlGroup, ControlStretch
+from spec_plugin.engine.flight import Request, RequestTracker
+from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
+from spec_plugin.engine.recurrent_states import check_states, for_states, turned_off
+from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed
+from spec_plugin.engine.selftest.plan import SelfTestPlan, questions_and_noise
+from spec_plugin.engine.selftest.probe import TOP
+from spec_plugin.engine.selftest.test import run_self_test
+from spec_plugin.engine.vllm.additional import with_own_settings
+from spec_plugin.engine.vllm.requests import options_of
+from spec_plugin.engine.vllm.schedule.channel import (
+    in_flight,
+    pause_idle_draft,
+    put_in_force,
+    rest_of_steps,
+    take_pairs,
+    take_steps,
+)
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
+from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.plan.engine_class import keeps_states
+from spec_plugin.plan.own_folders import own_folder, place_for, sweep_own
 
 logger = logging.getLogger(__name__)
 
@@ -125,14 +125,12 @@ class EngineFront:
         }
 
     @asynccontextmanager
-    async def sample(
-        self, prompt: Sequence[int], sampling: Mapping[str, Any] | SamplingParams
-    ) -> AsyncIterator[SampledRequest]:
+    async def sample(self, prompt: Sequence[int], sampling: Any) -> AsyncIterator[SampledRequest]:
         """Put around one request of the trainer's, and nothing else: the phase's clock runs inside.
 
         It waits while the engine is paused for new weights. Options that are not on the lossless allow-list turn drafts off for
         this request; a few of the others sample a stretch without drafts, for the log-prob check to compare with. Which policy
-        version sampled what is kept for the actor (``spec_plugin.spans``)::
+        version sampled what is kept for the actor (``spec_plugin.api.spans``)::
 
             async with front.sample(prompt, options) as request:
                 output = await generate(prompt, {**options, "extra_args": request.extra_args})
@@ -140,7 +138,7 @@ class EngineFront:
 
         Args:
             prompt: token ids.
-            sampling: the request's options, by vLLM's names.
+            sampling: the request's options: a mapping by vLLM's names, or its ``SamplingParams``.
         """
         options = options_of(sampling)
         await self._open.wait()  # what comes while new weights do is the next phase's

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
-from spec_plugin.blocking import run_blocking
+from spec_plugin.api.errors import PatchError
 from spec_plugin.engine.calls import EngineCalls
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sampling import SampledRequest
 from spec_plugin.engine.sleep import SleepState
-from spec_plugin.errors import PatchError
+from spec_plugin.lifecycle.blocking import run_blocking
 
 
 class InProcessEngine:

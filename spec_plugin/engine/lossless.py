@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.model_runner import runner_of
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.plan.model_runner import runner_of
 
 
 @dataclass(frozen=True)

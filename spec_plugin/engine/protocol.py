@@ -22,7 +22,7 @@ class Engine(Protocol):
 
     @property
     def engine_core(self) -> EngineCoreCalls:
-        """The way to the scheduler, see ``spec_plugin.engine.schedule.channel``."""
+        """The way to the scheduler, see ``spec_plugin.engine.vllm.schedule.channel``."""
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None

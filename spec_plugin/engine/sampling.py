@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs
-
-from spec_plugin.engine.control import ControlStretch
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.engine.control_group import ControlStretch
 from spec_plugin.engine.flight import Request
 from spec_plugin.engine.lossless import check_sampling
-from spec_plugin.engine.schedule.plain import PLAIN
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.engine.vllm.requests import stated_log_probs
+from spec_plugin.engine.vllm.schedule.plain import PLAIN
 
 
 @dataclass
@@ -45,28 +43,14 @@ class SampledRequest:
             log_probs: of the response, where the trainer does not learn which version sampled it: they distinguish
                 requests of the same text.
             asked: has the trainer asked for them; if not, they are kept aside, to verify what they can
-                (``spec_plugin.witness``).
+                (``spec_plugin.api.witness``).
         """
         self.response, self.version, self.log_probs, self.asked = response, version, log_probs, asked
         self.request.tokens = len(response)
 
     def answered(self, answer: Any, asked: bool = True) -> None:
         """The same from vLLM's ``CompletionOutput``, with the log-prob of each sampled token where it has them."""
-        said = answer.logprobs or ()
-        if isinstance(said, FlatLogprobs):  # of each place the sampled token's come first
-            stated = [said.logprobs[first] for first in said.start_indices]
-        else:
-            stated = [of[token].logprob for of, token in zip(said, answer.token_ids, strict=False)]
-        self.completed(answer.token_ids, log_probs=stated or None, asked=asked)
-
-
-def options_of(sampling: Mapping[str, Any] | SamplingParams) -> dict[str, Any]:
-    """A request's sampling options by vLLM's names; of ``SamplingParams`` those that are not at their default."""
-    if isinstance(sampling, SamplingParams):
-        default = SamplingParams()
-        names = [name for name in sampling.__struct_fields__ if not name.startswith("_")]
-        return {n: v for n in names if (v := getattr(sampling, n)) != getattr(default, n)}
-    return dict(sampling)
+        self.completed(answer.token_ids, log_probs=stated_log_probs(answer) or None, asked=asked)
 
 
 def is_listed(sampling: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
 
 #: sizes up to this one are not put together, and as many bands make two octaves
 _EXACT = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from spec_plugin.events import RolloutStats
+from spec_plugin.api.events import RolloutStats
 
 
 def tokens_per_step(acceptance: Sequence[float], k: int) -> float:

@@ -6,7 +6,7 @@ more does not, since attention reads the KV cache once whatever k is. So the two
 phases, by bands of batch sizes (``bands``), and straight lines between those that were timed, in the batch size and in k. Beyond
 the largest batch with drafts, as many drafted tokens take as long as they would there. What a phase is slower by as a whole is
 taken out first (``at_usual_speed``); what plain steps and drafted ones of different phases are still off against each other is
-told by pairs (``builtin.break_even.correction``).
+told by pairs (``policy.break_even.correction``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
 from spec_plugin.step_cost.bands import Seen, band_of, mean, middle, together
 
 Numbers = NDArray[np.float64]

@@ -13,12 +13,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
-from spec_plugin.hookspecs import hookimpl
-from spec_plugin.method import Method
-from spec_plugin.ranks import is_first
-from spec_plugin.session import SpecSession
+from spec_plugin.api.errors import LogprobProvenanceError
+from spec_plugin.api.events import HiddenStates, LogprobBatch, RolloutStats, StatedLogprobs
+from spec_plugin.api.hookspecs import hookimpl
+from spec_plugin.api.method import Method
+from spec_plugin.api.ranks import is_first
+from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin_conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VERSION, PlantedErrors
 from spec_plugin_conformance.sessions import session_of, watch_sessions
 

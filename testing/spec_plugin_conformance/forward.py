@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_training.outside import text_part
-from spec_plugin.actor.decoder import find_decoder, load_policy
+from spec_plugin.trainer.decoder import find_decoder, load_policy
 
 #: largest relative error of one token's vector, by the coarser of the dtypes that computed it
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from spec_plugin.speculation import Reason, Speculation
+from spec_plugin.api.speculation import Reason, Speculation
 
 
 @dataclass(frozen=True)

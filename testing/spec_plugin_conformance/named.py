@@ -6,8 +6,8 @@ import functools
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from spec_plugin.actor.run import Responses, SpecRun
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.spec_run import Responses, SpecRun
 from spec_plugin_conformance.watch import Write
 
 _writes: WeakKeyDictionary[SpecSession, Write] = WeakKeyDictionary()

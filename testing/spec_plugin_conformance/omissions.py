@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spec_plugin.witness import KEPT
+from spec_plugin.api.witness import KEPT
 from spec_plugin_conformance.judge import Event, Trace, actor_events, events_of
 from spec_plugin_conformance.reported import CHECKED, as_kept, rollout_requests
 

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin_conformance.driver import DRIVER_GROUP, ConformanceDriver
 from spec_plugin_conformance.runs import REFUSED, KitRun, KitRuns, Progress
 from spec_plugin_conformance.targets import tiny_targets

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from draft_training import digest as weights_digest
 from draft_training.weights import read_tensors
-from spec_plugin.builtin.provenance import ProvenanceGuard, by_lag
-from spec_plugin.builtin.provenance.rules import ENOUGH, Precision
-from spec_plugin.builtin.provenance.windows import difference
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import (
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import LogprobProvenanceError
+from spec_plugin.api.events import (
     DraftRefresh,
     Drafts,
     HiddenStates,
@@ -34,9 +31,12 @@ from spec_plugin.events import (
     TargetInfo,
     WeightSync,
 )
-from spec_plugin.hookspecs import hookimpl
-from spec_plugin.method import Memory, Method
-from spec_plugin.rollouts import Rollout
+from spec_plugin.api.hookspecs import hookimpl
+from spec_plugin.api.method import Memory, Method
+from spec_plugin.api.rollouts import Rollout
+from spec_plugin.policy.provenance import ProvenanceGuard, by_lag
+from spec_plugin.policy.provenance.rules import ENOUGH, Precision
+from spec_plugin.policy.provenance.windows import difference
 from spec_plugin_conformance.journal import Journal
 from spec_plugin_conformance.named import watch_named
 from spec_plugin_conformance.plants import PlantedErrors

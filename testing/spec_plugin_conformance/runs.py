@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method
-from spec_plugin.method import Method
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method
+from spec_plugin.lifecycle.manager import built_in_method
 from spec_plugin_conformance import plain
 from spec_plugin_conformance.driver import ConformanceDriver, RunFailed, RunSettings
 from spec_plugin_conformance.engines import WRONG_OPTION, WRONG_VALUE

@@ -6,7 +6,7 @@ import functools
 import weakref
 from typing import Any
 
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.session import SpecSession
 
 _SEEN: weakref.WeakSet[SpecSession] = weakref.WeakSet()
 

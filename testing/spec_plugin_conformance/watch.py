@@ -24,10 +24,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spec_plugin.actor.harvest import RolloutHarvest
-from spec_plugin.engine.configuration import configuration
-from spec_plugin.events import Check, SelfTestReport
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import Check, SelfTestReport
+from spec_plugin.engine.vllm.configuration import configuration
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.harvest import RolloutHarvest
 from spec_plugin_conformance.plants import PLANTED, SELF_TEST, STATED, VERSION, PlantedErrors
 
 #: writes one event: its name, and what it holds

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
 
 
 class Shims:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_plugin.engine.capabilities import find_draft
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
+from spec_plugin.engine.vllm.capabilities import find_draft
 from spec_plugin_cpu.repairs.compat import repack
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"

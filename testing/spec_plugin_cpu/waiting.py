@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
 
 _SPIN_S = 1e-3
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin_openrlhf_cpu import chosen, setup_worker, shims
 
 START_ATTEMPTS = 4

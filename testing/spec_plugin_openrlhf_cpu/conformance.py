@@ -54,7 +54,7 @@ class OpenrlhfDriver(ConformanceDriver):
 
     shapes: ClassVar = {name: what for name, (what, _) in SHAPES.items()}
     takes_families = True
-    adapter_modules = ("spec_plugin_openrlhf", "spec_plugin.session")
+    adapter_modules = ("spec_plugin_openrlhf", "spec_plugin.lifecycle.session")
     trainer_modules = ("spec_plugin_openrlhf_cpu.stock",)
     engine_version = "spec_plugin.engine.front:EngineFront.policy_version"
 

@@ -17,7 +17,7 @@ from spec_plugin_cpu.deepspeed import collectives_by_gloo
 from spec_plugin_cpu.shims import Shims
 from torch import Tensor
 
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
 
 _ADVICE = "install OpenRLHF 0.11.2 with the pins of tools/requirements-openrlhf.txt, or report this"
 shims = Shims("spec_plugin_openrlhf_cpu", _ADVICE)

@@ -58,7 +58,7 @@ class TrlDriver(ConformanceDriver):
     """GRPO on one prompt with eight samples a step."""
 
     shapes: ClassVar = {name: what for name, (what, _) in SHAPES.items()}
-    adapter_modules = ("spec_plugin_trl.trainer", "spec_plugin_trl.registration", "spec_plugin.session")
+    adapter_modules = ("spec_plugin_trl.trainer", "spec_plugin_trl.registration", "spec_plugin.lifecycle.session")
     trainer_modules = ("trl.trainer.grpo_trainer", "vllm")
     engine_version = "spec_plugin.engine.front:EngineFront.policy_version"
     requests: Mapping[str, Any] = MappingProxyType({"max_tokens": TOKENS})

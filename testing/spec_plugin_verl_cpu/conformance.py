@@ -197,7 +197,7 @@ class VerlDriver(ConformanceDriver):
     takes_families = True
 
     metric_prefix = "actor/"
-    adapter_modules = ("spec_plugin_verl", "spec_plugin.session")
+    adapter_modules = ("spec_plugin_verl", "spec_plugin.lifecycle.session")
     trainer_modules = ("verl", "verl.workers.rollout", "verl.workers.engine")
     engine_version = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.global_steps"
 

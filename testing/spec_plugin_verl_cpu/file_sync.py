@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from spec_plugin.folders import memory, own_folder, place_for
+from spec_plugin.plan.own_folders import memory, own_folder, place_for
 from spec_plugin_verl_cpu.platform import copy_saved_weights
 
 BACKEND = "file"

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_plugin.events import Drafts, LogprobBatch, StatedLogprobs
-from spec_plugin.spans import Span, Tokens, fingerprints, joined, weighed_as_carried
-from spec_plugin.witness import Witness
+from spec_plugin.api.events import Drafts, LogprobBatch, StatedLogprobs
+from spec_plugin.api.spans import Span, Tokens, fingerprints, joined, weighed_as_carried
+from spec_plugin.api.witness import Witness
 
 
 def batch_of(

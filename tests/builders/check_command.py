@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from spec_plugin.run_plan import Model
+from spec_plugin.plan.run_plan import Model
 
 needs_verl = pytest.mark.skipif(not (find_spec("verl") and find_spec("hydra")), reason="reads verl's own configuration")
 QWEN3 = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from spec_plugin import SpecConfig
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.events import (
+from spec_plugin.api.events import (
     DraftRefresh,
     RefreshReport,
     RolloutStats,
@@ -12,8 +11,9 @@ from spec_plugin.events import (
     StepTiming,
     TargetInfo,
 )
-from spec_plugin.method import Method, StartingDraft
-from spec_plugin.speculation import Reason, Speculation
+from spec_plugin.api.method import Method, StartingDraft
+from spec_plugin.api.speculation import Reason, Speculation
+from spec_plugin.policy.break_even.controller import BreakEvenController
 from spec_plugin.step_cost.chances import constant_acceptance
 
 K, SEQS = 3, 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
 from spec_plugin.step_cost.model import CostModel
 
 BATCHES, KS = (1, 8, 32, 64), (0, 1, 3)

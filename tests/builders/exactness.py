@@ -10,9 +10,9 @@ from torch import Tensor
 
 from builders.batches import batch_of
 from builders.training import TARGET as TRAINED
-from spec_plugin import hookspecs
-from spec_plugin.builtin.exactness import ExactnessGuard
-from spec_plugin.events import ChosenStates, LogprobBatch, RolloutStats, TargetInfo, WeightSync
+from spec_plugin.api import hookspecs
+from spec_plugin.api.events import ChosenStates, LogprobBatch, RolloutStats, TargetInfo, WeightSync
+from spec_plugin.policy.exactness import ExactnessGuard
 
 V, H = 96, 8
 TARGET = replace(TRAINED, dtype="float32", sampling={"temperature": 1.0})

@@ -14,9 +14,7 @@ import torch
 from builders.batches import batch_of, span_of, stated_of, witness_of
 from builders.training import TARGET, hidden, sync
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hookimpl
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.links import EngineLink
-from spec_plugin.events import (
+from spec_plugin.api.events import (
     DraftRefresh,
     Drafts,
     EngineSchedule,
@@ -26,11 +24,13 @@ from spec_plugin.events import (
     Schedule,
     SelfTestReport,
 )
-from spec_plugin.manager import create_manager
-from spec_plugin.method import Method
-from spec_plugin.rollouts import Rollout
-from spec_plugin.session import SpecSession
-from spec_plugin.spans import FORGOTTEN
+from spec_plugin.api.method import Method
+from spec_plugin.api.rollouts import Rollout
+from spec_plugin.api.spans import FORGOTTEN
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.links import EngineLink
+from spec_plugin.trainer.rollout_control import RolloutControl
 
 #: nothing happens, or a value is left out; speculation is off and the run goes on, with one warning; the run stops
 ON, OFF, STOPS = "on", "off", "stops"

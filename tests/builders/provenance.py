@@ -11,8 +11,8 @@ from torch import Tensor
 
 from builders.batches import batch_of, with_drafts
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.builtin.provenance import ProvenanceGuard
-from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.policy.provenance import ProvenanceGuard
 
 VERSION = 7
 

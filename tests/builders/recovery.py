@@ -10,10 +10,10 @@ import torch
 from builders.law6_faults import Drafter, FakeLink, Fault
 from builders.training import TARGET, hidden, sync
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule, SelfTestReport
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule, SelfTestReport
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 class Engines(FakeLink):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_plugin.events import (
+from spec_plugin.api.events import (
     DraftRefresh,
     EngineSchedule,
     EngineState,
@@ -12,7 +12,7 @@ from spec_plugin.events import (
     RolloutStats,
     SelfTestReport,
 )
-from spec_plugin.spans import FORGOTTEN, Span
+from spec_plugin.api.spans import FORGOTTEN, Span
 
 
 class Engines:

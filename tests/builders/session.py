@@ -11,7 +11,7 @@ from spec_plugin import (
     SpecConfig,
     hookimpl,
 )
-from spec_plugin.events import (
+from spec_plugin.api.events import (
     Drafts,
     EngineSchedule,
     HiddenStates,
@@ -23,8 +23,8 @@ from spec_plugin.events import (
     TargetInfo,
     WeightSync,
 )
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 H, V, SEQS = 32, 64, 4
 TARGET = TargetInfo(

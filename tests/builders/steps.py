@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
 
 
 def mixed_steps(batch: float, k: int, prompts: bool, total: float, steps: int, drafted: int) -> StepTiming:

@@ -7,11 +7,12 @@ from typing import Any
 import pluggy
 import torch
 
-from spec_plugin import SpecConfig, hookspecs
-from spec_plugin.builtin.methods.eagle3 import Eagle3Method
-from spec_plugin.builtin.trainer import DraftTraining
-from spec_plugin.events import HiddenStates, TargetInfo, WeightSync
-from spec_plugin.session import method_of
+from spec_plugin import SpecConfig
+from spec_plugin.api import hookspecs
+from spec_plugin.api.events import HiddenStates, TargetInfo, WeightSync
+from spec_plugin.lifecycle.session import method_of
+from spec_plugin.methods.eagle3 import Eagle3Method
+from spec_plugin.policy.online_training import DraftTraining
 
 V, H, LAYERS = 96, 64, 8
 HF = {

@@ -16,7 +16,7 @@ from spec_plugin_conformance import tiny
 from spec_plugin_conformance.targets import tiny_targets
 
 from draft_training.eagle3 import save_draft
-from spec_plugin.engine.schedule.scheduler import SCHEDULER
+from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
 
 FAMILY = "qwen3_next"
 DTYPE = getattr(torch, tiny_targets()[FAMILY].dtype)
@@ -136,7 +136,7 @@ def start(**options: Any) -> Hybrid:
 
 def without_preemption(vllm_config: Any, **kwargs: Any) -> Any:
     """vLLM's ``scheduler_cls``: ours, but requests go on where their drafts end."""
-    from spec_plugin.engine.schedule.scheduler import make_scheduler
+    from spec_plugin.engine.vllm.schedule.scheduler import make_scheduler
 
     scheduler: Any = make_scheduler(vllm_config, **kwargs)
     assert scheduler.spec_preemption is not None

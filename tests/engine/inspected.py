@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from draft_training import fingerprint
-from spec_plugin.engine.capabilities import find_draft
-from spec_plugin.engine.extension import SpecWorkerExtension
-from spec_plugin.engine.repairs import patches
+from spec_plugin.engine.vllm.capabilities import find_draft
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
+from spec_plugin.engine.vllm.repairs import patches
 
 EXTENSION = "inspected.Inspected"
 

@@ -25,9 +25,9 @@ from spec_plugin_conformance.tiny import HIDDEN, VOCAB, tiny_config
 
 from draft_training.eagle3 import save_draft
 from draft_training.mtp import PREFIX
-from spec_plugin.config import SpecConfig
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.lifecycle.manager import built_in_method
 
 K, MAX_NUM_SEQS = 3, 32
 #: the method of an engine that names none; V2 takes no draft model
@@ -235,7 +235,7 @@ class LiveEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from spec_plugin.engine.schedule.scheduler import SCHEDULER
+        from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
 
         name, sampled = options.pop("method", METHOD), options.pop("draft_sample_method", "greedy")
         target, settings, own = _as_the_plugin(name, sampled) if name != "draft_model" else _with_a_draft_model()

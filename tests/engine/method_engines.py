@@ -9,12 +9,12 @@ from typing import Any
 import small
 
 from spec_plugin import SpecConfig
-from spec_plugin.engine.additional import with_own_settings
-from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.schedule.scheduler import SCHEDULER
-from spec_plugin.events import StepTiming, TargetInfo
-from spec_plugin.manager import built_in_method
-from spec_plugin.method import Method
+from spec_plugin.api.events import StepTiming, TargetInfo
+from spec_plugin.api.method import Method
+from spec_plugin.engine.vllm.additional import with_own_settings
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
+from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
+from spec_plugin.lifecycle.manager import built_in_method
 
 K, SEQS = 3, 16
 

@@ -24,7 +24,7 @@ from typing import Any
 import spec_plugin_cpu.v2_runner.in_force  # noqa: F401  # before Triton
 import torch
 
-from spec_plugin.engine.repairs.draft_noise import with_noise_of_its_own
+from spec_plugin.engine.vllm.repairs.draft_noise import with_noise_of_its_own
 
 #: of policy and draft: the shared noise moves much of the probability here
 TARGET, DRAFT = torch.tensor([0.02, 0.025, 0.225, 0.73]), torch.tensor([0.45, 0.016, 0.014, 0.52])

@@ -7,7 +7,7 @@ from typing import Any
 import small
 import torch
 
-from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 
 
 def push(llm: Any, tensors: dict[str, torch.Tensor], version: int | None = None, **options: Any) -> dict[str, Any]:

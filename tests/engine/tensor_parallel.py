@@ -7,8 +7,8 @@ from typing import Any
 from inspected import Inspected
 from spec_plugin_cpu.waiting import sleep_while_waiting
 
-from spec_plugin.engine import extension
 from spec_plugin.engine.refresh import swap as refresh
+from spec_plugin.engine.vllm import extension
 
 sleep_while_waiting()  # each worker imports this module first
 

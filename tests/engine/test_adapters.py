@@ -20,8 +20,8 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import small
-from spec_plugin.engine import extension
-from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.engine.vllm import extension
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 target, draft, adapter, repaired = sys.argv[1:]
 if repaired == "no":
     extension.ADAPTER_PATCHES = ()

@@ -13,8 +13,8 @@ from minimal_adapter.loop import Rollouts, Settings, Trainer, padded
 from spec_plugin_conformance import tiny
 from torch import Tensor
 
-from spec_plugin.builtin.provenance import rules
-from spec_plugin.builtin.provenance.rows import RowEvidence
+from spec_plugin.policy.provenance import rules
+from spec_plugin.policy.provenance.rows import RowEvidence
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = [str(ROOT / "examples" / "minimal_adapter"), str(ROOT / "tests")]

@@ -18,7 +18,7 @@ from spec_plugin_cpu.repairs import compat as cpu_compat
 from spec_plugin_cpu.repairs.drafts_0_24 import DRAFTS_0_24
 from spec_plugin_cpu.repairs.norms import NORMS
 
-from spec_plugin.engine.repairs import on_cpu, patches
+from spec_plugin.engine.vllm.repairs import on_cpu, patches
 
 pytestmark = pytest.mark.engine
 
@@ -151,8 +151,8 @@ def test_a_draft_of_several_layers_norms_its_context_with_the_weights_of_each(ll
 
 
 def test_an_engine_with_a_lossy_setting_does_not_start(llm):
-    from spec_plugin.engine.extension import SpecWorkerExtension
-    from spec_plugin.errors import SpecConfigError
+    from spec_plugin.api.errors import SpecConfigError
+    from spec_plugin.engine.vllm.extension import SpecWorkerExtension
 
     config = llm.llm_engine.vllm_config
     lossy = copy.copy(config.speculative_config)
@@ -166,7 +166,7 @@ def test_an_engine_with_a_lossy_setting_does_not_start(llm):
 def test_a_trainers_extension_may_stand_on_either_side(llm, first):
     from vllm.config import set_current_vllm_config
 
-    from spec_plugin.engine.extension import SpecWorkerExtension
+    from spec_plugin.engine.vllm.extension import SpecWorkerExtension
 
     seen = {}
 
@@ -183,7 +183,7 @@ def test_a_trainers_extension_may_stand_on_either_side(llm, first):
 
 
 def test_counters_are_cumulative(llm):
-    from spec_plugin.engine.schedule.counters import read_spec_counters
+    from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 
     before = read_spec_counters()
     small.greedy(llm)
@@ -194,7 +194,7 @@ def test_counters_are_cumulative(llm):
 
 
 def test_every_capability_is_found_on_the_installed_vllm():
-    from spec_plugin.engine.capabilities import probe_vllm
+    from spec_plugin.engine.vllm.capabilities import probe_vllm
 
     missing = {found.name: found.detail for found in probe_vllm() if found.state != "ok"}
     assert set(missing) <= {"sleep mode"}, missing

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from scipy.stats import chisquare
 
-from spec_plugin.engine.repairs import patches
-from spec_plugin.engine.repairs.draft_noise import NOISE_PATCHES, draft_has_the_targets_noise
+from spec_plugin.engine.vllm.repairs import patches
+from spec_plugin.engine.vllm.repairs.draft_noise import NOISE_PATCHES, draft_has_the_targets_noise
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_plugin.engine_class import engine_class
+from spec_plugin.plan.engine_class import engine_class
 
 pytestmark = pytest.mark.engine
 

@@ -15,13 +15,13 @@ import small  # noqa: F401
 import torch
 from spec_plugin_cpu.repairs import compat as cpu_compat
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.repairs import patches
-from spec_plugin.engine.repairs.graphs import GRAPH_PATCHES, graphs_are_missed
-from spec_plugin.events import TargetInfo
-from spec_plugin.session import SpecSession
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
+from spec_plugin.engine.vllm.repairs import patches
+from spec_plugin.engine.vllm.repairs.graphs import GRAPH_PATCHES, graphs_are_missed
+from spec_plugin.lifecycle.session import SpecSession
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +40,7 @@ def vllm_config(target, draft, monkeypatch) -> Any:
     info = TargetInfo(path=str(target), hf_config=hf, dtype="float32", device_type="cpu", max_num_seqs=REQUESTS)
     front = EngineFront(SpecSession(SpecConfig.parse({"k": K, "draft": str(draft)}), info), None)
     given = {"max_num_seqs": REQUESTS, "max_model_len": 128, "dtype": "float32"}
-    asked = given | front.engine_arguments(given, "spec_plugin.engine.extension.SpecWorkerExtension")
+    asked = given | front.engine_arguments(given, "spec_plugin.engine.vllm.extension.SpecWorkerExtension")
     config = EngineArgs(model=str(target), **asked).create_engine_config()
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 32, 64, 128]

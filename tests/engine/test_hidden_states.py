@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import small
 
-from spec_plugin.completable import COMPLETABLE
-from spec_plugin.engine.repairs.hidden_states import complete_target
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
+from spec_plugin.engine.vllm.repairs.hidden_states import complete_target
+from spec_plugin.plan.completable import COMPLETABLE
 
 pytestmark = pytest.mark.engine
 FAMILIES = {"seed_oss": "SeedOssForCausalLM", "glm4": "Glm4ForCausalLM", "glm4v": "Glm4vForConditionalGeneration"}

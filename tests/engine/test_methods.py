@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from spec_plugin_conformance import tiny
 
 from draft_training import DraftTrainer, HiddenBuffer, TrainSettings, digest
-from spec_plugin.builtin.methods import suffix
-from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
+from spec_plugin.methods import suffix
 
 pytestmark = pytest.mark.engine
 

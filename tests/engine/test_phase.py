@@ -10,11 +10,11 @@ from live import MAX_NUM_SEQS, K, live_engine, prompts
 from spec_plugin_conformance.tiny import tiny_config
 
 from spec_plugin import SpecConfig
+from spec_plugin.api.events import RolloutStats, Schedule, TargetInfo
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.schedule.channel import schedule_state
-from spec_plugin.events import RolloutStats, Schedule, TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.engine.vllm.schedule.channel import schedule_state
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 pytestmark = pytest.mark.engine
 ROLLOUT = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}

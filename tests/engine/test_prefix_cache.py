@@ -11,8 +11,8 @@ from vllm import SamplingParams
 from vllm.config import SpeculativeConfig
 
 from draft_training.eagle3 import save_draft
-from spec_plugin.builtin.methods.tables import whole_hits
-from spec_plugin.engine.schedule.scheduler import SCHEDULER
+from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
+from spec_plugin.methods.tables import whole_hits
 
 pytestmark = pytest.mark.engine
 BLOCK, SHARED, OWN, TOKENS = 32, 96, 40, 32

@@ -11,13 +11,19 @@ pytest.importorskip("vllm")
 
 from live import MAX_NUM_SEQS, K, live_engine, prompts
 
-from spec_plugin.engine.schedule import scheduler as scheduler_module
-from spec_plugin.engine.schedule.channel import pause_idle_draft, schedule_state, set_schedule, take_pairs, take_steps
-from spec_plugin.engine.schedule.counters import read_spec_counters
-from spec_plugin.engine.schedule.plain import PLAIN
-from spec_plugin.engine.schedule.scheduler import verify
-from spec_plugin.engine.schedule.utilities import UTILITIES, check_table
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
+from spec_plugin.engine.vllm.schedule import scheduler as scheduler_module
+from spec_plugin.engine.vllm.schedule.channel import (
+    pause_idle_draft,
+    schedule_state,
+    set_schedule,
+    take_pairs,
+    take_steps,
+)
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
+from spec_plugin.engine.vllm.schedule.plain import PLAIN
+from spec_plugin.engine.vllm.schedule.scheduler import verify
+from spec_plugin.engine.vllm.schedule.utilities import UTILITIES, check_table
 
 TABLE = [K] * (MAX_NUM_SEQS + 1)
 

@@ -16,11 +16,11 @@ pytest.importorskip("vllm")
 from inspected import EXTENSION
 from live import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
-from spec_plugin.builtin.methods import suffix
 from spec_plugin.engine.front import PATIENCE
-from spec_plugin.engine.schedule.channel import schedule_state, set_schedule
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.test import run_self_test
+from spec_plugin.engine.vllm.schedule.channel import schedule_state, set_schedule
+from spec_plugin.methods import suffix
 
 pytestmark = pytest.mark.engine
 SECONDS = 30.0

@@ -21,12 +21,12 @@ from spec_plugin_conformance.tiny import tiny_config
 
 from draft_training.eagle3 import save_draft
 from spec_plugin import SpecConfig
+from spec_plugin.api.events import Schedule, TargetInfo
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.schedule.channel import put_in_force
-from spec_plugin.engine.schedule.scheduler import SCHEDULER
-from spec_plugin.events import Schedule, TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.engine.vllm.schedule.channel import put_in_force
+from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 pytestmark = [pytest.mark.engine, pytest.mark.v2]
 #: the policy of ``small.make_target`` says the current token + STEP with this chance

@@ -13,13 +13,13 @@ pytest.importorskip("vllm")
 import hybrid
 from live import VOCAB, K, close_all
 
-from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.api.events import Check
 from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan, questions_and_noise
 from spec_plugin.engine.selftest.probe import TOP, Probe
 from spec_plugin.engine.selftest.states import states_stage
 from spec_plugin.engine.selftest.test import run_self_test
 from spec_plugin.engine.selftest.verdicts import greedy_check
-from spec_plugin.events import Check
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 
 pytestmark = pytest.mark.engine
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -101,7 +101,7 @@ async def _to_the_end(live: hybrid.Hybrid, plain: bool) -> list[Sampled]:
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["spec_plugin.engine.schedule.scheduler.make_scheduler", "hybrid.without_preemption"]
+    "scheduler", ["spec_plugin.engine.vllm.schedule.scheduler.make_scheduler", "hybrid.without_preemption"]
 )
 def test_states_are_right_up_to_the_end_of_the_context(scheduler):
     """Without preemption the last tokens are wrong, or vLLM's CPU engine dies."""

@@ -6,24 +6,24 @@ mistake that it was there for survives. Who adds a law, a check or a bound adds 
 
 from __future__ import annotations
 
-from mutants.actor import MUTATIONS as ACTOR
 from mutants.adapters import MUTATIONS as ADAPTERS
-from mutants.builtin import MUTATIONS as BUILTIN
 from mutants.commands import MUTATIONS as COMMANDS
 from mutants.drafts import MUTATIONS as DRAFTS
 from mutants.engine import MUTATIONS as ENGINE
 from mutants.in_process import MUTATIONS as IN_PROCESS
 from mutants.kit import MUTATIONS as KIT
 from mutants.mutation import Mutation
+from mutants.policy import MUTATIONS as POLICY
 from mutants.refresh import MUTATIONS as REFRESH
 from mutants.survivors import MUTATIONS as SURVIVORS
+from mutants.trainer import MUTATIONS as TRAINER
 from mutants.training import MUTATIONS as TRAINING
 
 ROOMS: dict[str, tuple[Mutation, ...]] = {
-    "actor, session": ACTOR,
+    "trainer, lifecycle": TRAINER,
     "engine": ENGINE,
     "refresh": REFRESH,
-    "builtin plugins": BUILTIN,
+    "policy, methods": POLICY,
     "draft training": TRAINING,
     "judging drafts": DRAFTS,
     "of an attack": SURVIVORS,

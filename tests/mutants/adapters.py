@@ -87,7 +87,7 @@ MUTATIONS = (
         ("test_verl_adapter.py::test_no_weight_is_sent_to_an_engine_that_has_died",),
     ),
     Mutation(
-        "spec_plugin/diagnosis.py",
+        "spec_plugin/api/diagnosis.py",
         "missing_for_cpu",
         "    if find_spec(package) is not None:\n        return []\n",
         "    if package:\n        return []\n",
@@ -247,7 +247,7 @@ MUTATIONS = (
         ("test_sleep.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/pause.py",
+        "spec_plugin/engine/vllm/schedule/pause.py",
         "_idle_on_v2",
         'arguments.get("num_speculative_tokens"):',
         "False:",
@@ -255,7 +255,7 @@ MUTATIONS = (
         ("test_pause.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/pause.py",
+        "spec_plugin/engine/vllm/schedule/pause.py",
         "_idle_on_v2",
         'if arguments.get("dummy_run") or',
         'if arguments.get("dummy") or',

@@ -8,7 +8,7 @@ _READ, _FORMATS, _RUN, _FINDINGS, _CHANGES, _STATES, _PANELS, _FIGURES, _PAGE, _
     f"spec_plugin/commands/report/{name}.py"
     for name in ("read", "formats", "run", "findings", "changes", "states", "panels", "figures", "page", "build")
 )
-_CONTROLLER = "spec_plugin/builtin/break_even/controller.py"
+_CONTROLLER = "spec_plugin/policy/break_even/controller.py"
 _COMMAND = "projection/spec_plugin_projection/command.py"
 _PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
     f"projection/spec_plugin_projection/{name}.py" for name in ("projecting", "lengths", "shapes", "rollout")
@@ -16,7 +16,7 @@ _PROJECTING, _LENGTHS, _SHAPES, _ROLLOUT = (
 
 MUTATIONS = (
     Mutation(
-        "spec_plugin/manager.py",
+        "spec_plugin/lifecycle/manager.py",
         "ask_method",
         "            refuse_code(Path(config.draft))\n",
         "            pass\n",
@@ -40,7 +40,7 @@ MUTATIONS = (
         ("test_law8_drafts_bring_no_code.py",),
     ),
     Mutation(
-        "spec_plugin/session.py",
+        "spec_plugin/lifecycle/session.py",
         "SpecSession._check",
         "            if self.refused is not None:\n                raise self.refused\n",
         "",
@@ -48,7 +48,7 @@ MUTATIONS = (
         ("test_guard_insists.py",),
     ),
     Mutation(
-        "spec_plugin/session.py",
+        "spec_plugin/lifecycle/session.py",
         "SpecSession.fail",
         "self._trouble = reason\n",
         "self._trouble = Reason.OTHER_TROUBLE\n",
@@ -56,7 +56,7 @@ MUTATIONS = (
         ("test_speculation.py",),
     ),
     Mutation(
-        "spec_plugin/actor/control.py",
+        "spec_plugin/trainer/rollout_control.py",
         "RolloutControl.synced",
         "self.session.recovering, self._tested, self._anew = False, 0 if unsent else None, True",
         "self._tested, self._anew = 0 if unsent else None, True",
@@ -64,7 +64,7 @@ MUTATIONS = (
         ("test_speculation.py",),
     ),
     Mutation(
-        "spec_plugin/session.py",
+        "spec_plugin/lifecycle/session.py",
         "SpecSession.metrics",
         "self._recovery.left is None\n        trouble",
         "self._recovery.left is not None\n        trouble",
@@ -72,7 +72,7 @@ MUTATIONS = (
         ("test_speculation.py",),
     ),
     Mutation(
-        "spec_plugin/speculation.py",
+        "spec_plugin/api/speculation.py",
         "in_force",
         "    if known or chosen == Speculation.DROPPED:",
         "    if chosen is not None:",
@@ -88,7 +88,7 @@ MUTATIONS = (
         ("test_speculation.py",),
     ),
     Mutation(
-        "spec_plugin/outside.py",
+        "spec_plugin/plan/text_files.py",
         "_chunks",
         "        if left < 0:\n",
         "        if False:\n",

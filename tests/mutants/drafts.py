@@ -6,8 +6,8 @@ from mutants.mutation import Mutation
 
 _ROPE, _FIT, _DAMAGE = (
     "draft_training/rope.py",
-    "spec_plugin/builtin/methods/fit.py",
-    "spec_plugin/builtin/methods/damage.py",
+    "spec_plugin/methods/fit.py",
+    "spec_plugin/methods/damage.py",
 )
 
 MUTATIONS = (
@@ -76,7 +76,7 @@ MUTATIONS = (
         ("test_law8_drafts_bring_no_code.py",),
     ),
     Mutation(
-        "spec_plugin/manager.py",
+        "spec_plugin/lifecycle/manager.py",
         "ask_method",
         "str(folder_without_code(Path(config.draft)))",
         "config.draft",
@@ -92,7 +92,7 @@ MUTATIONS = (
         ("test_draft_config.py",),
     ),
     Mutation(
-        "spec_plugin/session.py",
+        "spec_plugin/lifecycle/session.py",
         "SpecSession.save",
         'with self.guarded(Reason.CHECKPOINT, f"save of plugin {plugin} in {path}", harmless=True):',
         'with self.guarded(Reason.CHECKPOINT, "save"):',
@@ -100,7 +100,7 @@ MUTATIONS = (
         ("test_session.py",),
     ),
     Mutation(
-        "spec_plugin/session.py",
+        "spec_plugin/lifecycle/session.py",
         "SpecSession._plugins_metrics",
         'with self.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper\'s answer", harmless=True):',
         "if True:",

@@ -8,17 +8,17 @@ _FRONT, _FLIGHT, _CONTROL, _LOSSLESS = (
     f"spec_plugin/engine/{name}.py" for name in ("front", "flight", "control", "lossless")
 )
 _CUTOFF, _STEPS, _MIXIN, _PLAIN, _PREEMPTION, _PAUSE, _UTILITIES, _CHANNEL = (
-    f"spec_plugin/engine/schedule/{name}.py"
+    f"spec_plugin/engine/vllm/schedule/{name}.py"
     for name in ("cutoff", "steps", "mixin", "plain", "preemption", "pause", "utilities", "channel")
 )
 _STATS, _VERDICTS, _TEST, _STAGES, _PLAN, _SWITCHING = (
     f"spec_plugin/engine/selftest/{name}.py" for name in ("stats", "verdicts", "test", "stages", "plan", "switching")
 )
-_STATES = "spec_plugin/engine/states.py"
+_STATES = "spec_plugin/engine/recurrent_states.py"
 
 MUTATIONS = (
     Mutation(
-        "spec_plugin/builtin/methods/tables.py",
+        "spec_plugin/methods/tables.py",
         "common_settings",
         "**({} if keeps_states(target.hf_config) else whole_hits()),",
         "**{},",
@@ -42,7 +42,7 @@ MUTATIONS = (
         ("test_scheduler_mixin.py",),
     ),
     Mutation(
-        "spec_plugin/ledger.py",
+        "spec_plugin/lifecycle/ledger.py",
         "Ledger.rolled_out",
         "- 1.0) - recomputing",
         "- 1.0)",
@@ -50,7 +50,7 @@ MUTATIONS = (
         ("test_ledger.py",),
     ),
     Mutation(
-        "spec_plugin/engine/repairs/draft_noise.py",
+        "spec_plugin/engine/vllm/repairs/draft_noise.py",
         "with_noise_of_its_own.sample_draft",
         "return original(self, hidden_states, positions + SALT, *args, **kwargs)",
         "return original(self, hidden_states, positions, *args, **kwargs)",
@@ -58,7 +58,7 @@ MUTATIONS = (
         ("test_draft_noise.py",),
     ),
     Mutation(
-        "spec_plugin/engine/extension.py",
+        "spec_plugin/engine/vllm/extension.py",
         "SpecWorkerExtension.__new__",
         'if v2 and vllm_config.speculative_config.draft_sample_method == "probabilistic":',
         'if v2 and vllm_config.speculative_config.draft_sample_method == "greedy":',
@@ -66,7 +66,7 @@ MUTATIONS = (
         ("test_draft_noise.py::test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch",),
     ),
     Mutation(
-        "spec_plugin/engine/parent.py",
+        "spec_plugin/engine/vllm/parent.py",
         "end_with_parent",
         'if parent is None or not here.name.startswith("EngineCore"):',
         "if parent is None:",
@@ -74,7 +74,7 @@ MUTATIONS = (
         ("test_parent.py",),
     ),
     Mutation(
-        "spec_plugin/engine/parent.py",
+        "spec_plugin/engine/vllm/parent.py",
         "_watch",
         "    time.sleep(END_S)\n    os.kill(os.getpid(), signal.SIGKILL)\n",
         "",
@@ -138,7 +138,7 @@ MUTATIONS = (
         ("test_preemption.py",),
     ),
     Mutation(
-        "spec_plugin/engine_class.py",
+        "spec_plugin/plan/engine_class.py",
         "EngineClass.hands_out_states",
         " and not COMPLETABLE[self.name].changed",
         "",
@@ -146,7 +146,7 @@ MUTATIONS = (
         ("test_engine_class.py",),
     ),
     Mutation(
-        "spec_plugin/session.py",
+        "spec_plugin/lifecycle/session.py",
         "method_of",
         "replace(found, whole=True) if keeps_states(target.hf_config) else found",
         "found",
@@ -356,7 +356,7 @@ MUTATIONS = (
         ("test_scheduler_mixin.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/pairs.py",
+        "spec_plugin/engine/vllm/schedule/pairs.py",
         "PairedSteps._pair",
         "if abs(drafted - batch) <= _APART * batch:",
         "if True:",
@@ -468,8 +468,8 @@ MUTATIONS = (
         ("test_flight.py",),
     ),
     Mutation(
-        "spec_plugin/engine/sampling.py",
-        "SampledRequest.answered",
+        "spec_plugin/engine/vllm/requests.py",
+        "stated_log_probs",
         "for first in said.start_indices]",
         "for first in range(len(said.logprobs))]",
         "law 3: log-probs of tokens that were not sampled are taken for evidence",
@@ -684,7 +684,7 @@ MUTATIONS = (
         ("test_model_runner.py", "test_lossless_list.py"),
     ),
     Mutation(
-        "spec_plugin/engine/extension.py",
+        "spec_plugin/engine/vllm/extension.py",
         "SpecWorkerExtension.__new__",
         "if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():",
         "if False:",
@@ -692,7 +692,7 @@ MUTATIONS = (
         ("tests/engine/test_graphs.py",),
     ),
     Mutation(
-        "spec_plugin/engine/repairs/graphs.py",
+        "spec_plugin/engine/vllm/repairs/graphs.py",
         "for_every_k._init_candidates",
         "            _offer_each_length(self)\n",
         "",
@@ -700,7 +700,7 @@ MUTATIONS = (
         ("tests/engine/test_graphs.py",),
     ),
     Mutation(
-        "spec_plugin/engine/repairs/graphs.py",
+        "spec_plugin/engine/vllm/repairs/graphs.py",
         "for_every_k._init_candidates",
         "            _usual_batches(self)\n",
         "",
@@ -708,7 +708,7 @@ MUTATIONS = (
         ("tests/engine/test_graphs.py",),
     ),
     Mutation(
-        "spec_plugin/model_runner.py",
+        "spec_plugin/plan/model_runner.py",
         "runner_of",
         "    if lacks:\n        return Runner(False",
         "    if False:\n        return Runner(False",
@@ -716,7 +716,7 @@ MUTATIONS = (
         ("test_model_runner.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/methods/frozen.py",
+        "spec_plugin/methods/frozen.py",
         "FrozenMethod.spec_method",
         "if leaves_a_draft_unread(target.load_format, settings, target.device_type):",
         "if False:",
@@ -796,7 +796,7 @@ MUTATIONS = (
         ("test_preemption.py",),
     ),
     Mutation(
-        "spec_plugin/engine_class.py",
+        "spec_plugin/plan/engine_class.py",
         "keeps_states",
         "all(kind in _STATELESS for kind in types)",
         "any(kind in _STATELESS for kind in types)",
@@ -812,7 +812,7 @@ MUTATIONS = (
         ("test_selftest_states.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/mixin.py",
+        "spec_plugin/engine/vllm/schedule/mixin.py",
         "SpecSchedulerMixin.schedule",
         "            self.dynamic_sd_lookup = table\n",
         "            pass\n",
@@ -820,7 +820,7 @@ MUTATIONS = (
         ("test_scheduler_mixin.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/mixin.py",
+        "spec_plugin/engine/vllm/schedule/mixin.py",
         "SpecSchedulerMixin.update_draft_token_ids",
         "keep_to_table(self.requests, draft_token_ids.req_ids, self._spec_lookup)",
         "keep_to_table(self.requests, draft_token_ids.req_ids, self.dynamic_sd_lookup)",
@@ -828,7 +828,7 @@ MUTATIONS = (
         ("test_scheduler_mixin.py",),
     ),
     Mutation(
-        "spec_plugin/engine/schedule/pairs.py",
+        "spec_plugin/engine/vllm/schedule/pairs.py",
         "PairedSteps._note_plain",
         "        self._credit -= 1.0\n",
         "",
@@ -836,7 +836,7 @@ MUTATIONS = (
         ("test_pairs.py",),
     ),
     Mutation(
-        "spec_plugin/engine/suffix/trees.py",
+        "spec_plugin/engine/vllm/suffix/trees.py",
         "PromptTrees.remember",
         "            if number in kept:\n",
         "            if True:\n",
@@ -844,7 +844,7 @@ MUTATIONS = (
         ("test_method_suffix.py",),
     ),
     Mutation(
-        "spec_plugin/engine/suffix/trees.py",
+        "spec_plugin/engine/vllm/suffix/trees.py",
         "PromptTrees.remember",
         "            if number in recent:\n",
         "            if number in kept:\n",

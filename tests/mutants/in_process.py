@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_RANKS, _ENGINE = "spec_plugin/actor/rank_engines.py", "spec_plugin/engine/inprocess.py"
+_RANKS, _ENGINE = "spec_plugin/trainer/rank_engines.py", "spec_plugin/engine/inprocess.py"
 _FLAG, _OPTIONS, _TRAINER = (f"adapters/spec_plugin_trl/{name}.py" for name in ("flag", "options", "trainer"))
 
 MUTATIONS = (
@@ -49,7 +49,7 @@ MUTATIONS = (
         ("test_rank_engines.py::test_a_single_rank_needs_no_group_and_its_engine_draws_nothing_of_the_trainers",),
     ),
     Mutation(
-        "spec_plugin/actor/control.py",
+        "spec_plugin/trainer/rollout_control.py",
         "RolloutControl._install",
         "        if self._keep is not None:\n            self._keep(self.policy_version, refresh)\n",
         "",
@@ -89,7 +89,7 @@ MUTATIONS = (
         ("test_inprocess.py",),
     ),
     Mutation(
-        "spec_plugin/actor/harvest.py",
+        "spec_plugin/trainer/harvest.py",
         "padded_rows.rows",
         "return [row[start : start + n] for row, start, n in zip(state, starts, lengths, strict=True)]",
         "return [row[:n] for row, start, n in zip(state, starts, lengths, strict=True)]",

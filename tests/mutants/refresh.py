@@ -6,7 +6,7 @@ from mutants.mutation import Mutation
 
 _SWAP, _LAYOUT = "spec_plugin/engine/refresh/swap.py", "spec_plugin/engine/refresh/layout.py"
 _EXTENSION, _FRONT, _FOLDERS = (
-    "spec_plugin/engine/extension.py",
+    "spec_plugin/engine/vllm/extension.py",
     "spec_plugin/engine/front.py",
     "draft_training/folders.py",
 )
@@ -21,7 +21,7 @@ MUTATIONS = (
         ("test_refresh_checks.py",),
     ),
     Mutation(
-        "spec_plugin/actor/links.py",
+        "spec_plugin/trainer/links.py",
         "EngineLink.install",
         '                    await self.all("spec_settle", False)\n',
         "                    pass\n",
@@ -141,7 +141,7 @@ MUTATIONS = (
         ("test_refresh_held.py",),
     ),
     Mutation(
-        "spec_plugin/actor/control.py",
+        "spec_plugin/trainer/rollout_control.py",
         "RolloutControl._install",
         "            if not report.installed and dropped:",
         "            if False:",
@@ -221,7 +221,7 @@ MUTATIONS = (
         ("test_folders.py",),
     ),
     Mutation(
-        "spec_plugin/folders.py",
+        "spec_plugin/plan/own_folders.py",
         "place_for",
         "next((place for place in places if _free(place) >= size + _SPARE), None)",
         "next(iter(places))",

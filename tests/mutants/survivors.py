@@ -5,11 +5,11 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 _SPANS, _SWAP, _STAGES = (
-    "spec_plugin/spans.py",
+    "spec_plugin/api/spans.py",
     "spec_plugin/engine/refresh/swap.py",
     "spec_plugin/engine/selftest/stages.py",
 )
-_EXACT = "spec_plugin/builtin/provenance/exact.py"
+_EXACT = "spec_plugin/policy/provenance/exact.py"
 
 MUTATIONS = (
     Mutation(
@@ -29,7 +29,7 @@ MUTATIONS = (
         ("test_spans.py",),
     ),
     Mutation(
-        "spec_plugin/actor/run.py",
+        "spec_plugin/trainer/spec_run.py",
         "SpecRun.weights_synced",
         "self._ahead, self._spans, self._synced = 0, None, True",
         "self._ahead, self._synced = 0, True",
@@ -61,7 +61,7 @@ MUTATIONS = (
         ("test_provenance_lag_bounds.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/provenance/reference.py",
+        "spec_plugin/policy/provenance/reference.py",
         "Reference.judge_sequences",
         "median(list(means.values())) if self._lag else 0.0",
         "median(list(means.values()))",

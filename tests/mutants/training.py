@@ -110,7 +110,7 @@ MUTATIONS = (
         ("test_draft_buffer.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/trainer.py",
+        "spec_plugin/policy/online_training.py",
         "DraftTraining._create",
         "tuple(saved.get(_CHANCES, ()))",
         "()",
@@ -118,7 +118,7 @@ MUTATIONS = (
         ("test_training.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/trainer.py",
+        "spec_plugin/policy/online_training.py",
         "DraftTraining.spec_load",
         "        if is_settled(folder):",
         "        if folder.exists():",
@@ -126,7 +126,7 @@ MUTATIONS = (
         ("test_training.py",),
     ),
     Mutation(
-        "spec_plugin/builtin/trainer.py",
+        "spec_plugin/policy/online_training.py",
         "DraftTraining.spec_recover",
         "            self._trainer.follow_first()\n",
         "            pass\n",

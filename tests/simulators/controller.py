@@ -6,9 +6,9 @@ tail, so that batches drain. The draft accepts by chances that are what they are
 steps vary, whole phases vary, and now and then, be it in the middle of a phase, something else runs for a while and makes all
 twice as slow. ``AT_SCALE`` has one engine of sixteen, with 1024 requests of up to 16k tokens.
 
-The engine's own parts decide, step by step: the pairs (``spec_plugin.engine.schedule.pairs``), and the cut-off that drops a draft
-(``cutoff``). What training promises is off by a factor of the run's own. What is compared with plain decoding is time without
-noise: of the steps that the run chose, and of as many plain ones as the same text takes.
+The engine's own parts decide, step by step: the pairs (``spec_plugin.engine.vllm.schedule.pairs``), and the cut-off that drops a
+draft (``cutoff``). What training promises is off by a factor of the run's own. What is compared with plain decoding is time
+without noise: of the steps that the run chose, and of as many plain ones as the same text takes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.schedule.cutoff import DraftCutoff
-from spec_plugin.engine.schedule.pairs import PairedSteps
-from spec_plugin.engine.schedule.steps import Timed
-from spec_plugin.events import (
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import (
     DraftRefresh,
     RefreshReport,
     RolloutStats,
@@ -37,7 +33,11 @@ from spec_plugin.events import (
     StepTiming,
     TargetInfo,
 )
-from spec_plugin.method import Method, StartingDraft
+from spec_plugin.api.method import Method, StartingDraft
+from spec_plugin.engine.vllm.schedule.cutoff import DraftCutoff
+from spec_plugin.engine.vllm.schedule.pairs import PairedSteps
+from spec_plugin.engine.vllm.schedule.steps import Timed
+from spec_plugin.policy.break_even.controller import BreakEvenController
 from spec_plugin.step_cost.bands import Seen, band_of, middle
 
 K, REQUESTS, TOKENS = 4, 32, 100

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from simulators.exactness import ENGINES, PLACES, SHARES, Floats, V, laws_of
-from spec_plugin.builtin.exactness.capital import WEIGHED, Capital, bets
-from spec_plugin.builtin.exactness.guard import REFUSED
-from spec_plugin.builtin.exactness.statistics import statistics_of
+from spec_plugin.policy.exactness.capital import WEIGHED, Capital, bets
+from spec_plugin.policy.exactness.guard import REFUSED
+from spec_plugin.policy.exactness.statistics import statistics_of
 
 #: the mistakes that have to do with a draft, and one that has not; "": a right engine
 KINDS = ("", *(name for name in ENGINES if "draft" in name or name in ("the same in 10 %", "temperature 0.9")))

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spec_plugin.builtin.exactness.capital import PLAIN, SHAPE, WEIGHED, Capital, Floats, bets, growth
-from spec_plugin.builtin.exactness.guard import ALLOWED, REFUSED
-from spec_plugin.builtin.exactness.statistics import statistics_of
+from spec_plugin.policy.exactness.capital import PLAIN, SHAPE, WEIGHED, Capital, Floats, bets, growth
+from spec_plugin.policy.exactness.guard import ALLOWED, REFUSED
+from spec_plugin.policy.exactness.statistics import statistics_of
 
 #: nats, in the mean of a policy's places
 ENTROPIES = (0.5, 2.9)

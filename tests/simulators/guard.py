@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spec_plugin.actor.judged import share_for
-from spec_plugin.builtin.provenance import ProvenanceGuard
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.control import ControlGroup
-from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import LogprobProvenanceError
+from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.engine.control_group import ControlGroup
+from spec_plugin.policy.provenance import ProvenanceGuard
+from spec_plugin.trainer.judged import share_for
 
 #: mean |difference| in nats of honest plain text
 ROUNDING = {"float32": 2e-6, "bfloat16": 0.016}

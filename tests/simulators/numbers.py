@@ -46,27 +46,27 @@ class Number(NamedTuple):
     @property
     def shown(self) -> str:
         """With its module."""
-        return f"`{self.where.removeprefix('builtin.').removeprefix('break_even.')}.{self.name}`"
+        return f"`{self.where.removeprefix('policy.break_even.')}.{self.name}`"
 
 
 NUMBERS = (
-    Number("builtin.break_even.plan", "MARGIN", without=1.0, above_one=True),
-    Number("builtin.break_even.plan", "_LOOKED_AT", without=1),
-    Number("builtin.break_even.controller", "_TRY_K", without=99),
-    Number("builtin.break_even.controller", "_TRY_MARGIN", without=1.0, above_one=True),
-    Number("builtin.break_even.states", "REST"),
-    Number("builtin.break_even.acceptance", "_MIN_DRAFTS", without=1),
-    Number("builtin.break_even.acceptance", "_OUT_OF_DATE", without=math.inf),
-    Number("builtin.break_even.acceptance", "_COMPARABLE", without=math.inf, above_one=True),
-    Number("builtin.break_even.correction", "_KEPT"),
-    Number("builtin.break_even.correction", "_PHASES", without=10**9),
-    Number("builtin.break_even.correction", "_NOISE"),
-    Number("builtin.break_even.correction", "_NOISE_PAIRS", without=0),
-    Number("builtin.break_even.correction", "_FEW", without=1),
-    Number("builtin.break_even.correction", "_MAY_COST"),
-    Number("builtin.break_even.correction", "_LEAST_SHARE", without=0.0),
-    Number("builtin.break_even.correction", "_MOST_SHARE"),
-    Number("builtin.break_even.correction", "_HALVED_BY", without=math.inf),
+    Number("policy.break_even.plan", "MARGIN", without=1.0, above_one=True),
+    Number("policy.break_even.plan", "_LOOKED_AT", without=1),
+    Number("policy.break_even.controller", "_TRY_K", without=99),
+    Number("policy.break_even.controller", "_TRY_MARGIN", without=1.0, above_one=True),
+    Number("policy.break_even.states", "REST"),
+    Number("policy.break_even.acceptance", "_MIN_DRAFTS", without=1),
+    Number("policy.break_even.acceptance", "_OUT_OF_DATE", without=math.inf),
+    Number("policy.break_even.acceptance", "_COMPARABLE", without=math.inf, above_one=True),
+    Number("policy.break_even.correction", "_KEPT"),
+    Number("policy.break_even.correction", "_PHASES", without=10**9),
+    Number("policy.break_even.correction", "_NOISE"),
+    Number("policy.break_even.correction", "_NOISE_PAIRS", without=0),
+    Number("policy.break_even.correction", "_FEW", without=1),
+    Number("policy.break_even.correction", "_MAY_COST"),
+    Number("policy.break_even.correction", "_LEAST_SHARE", without=0.0),
+    Number("policy.break_even.correction", "_MOST_SHARE"),
+    Number("policy.break_even.correction", "_HALVED_BY", without=math.inf),
     Number("step_cost.bands", "_MIDDLE", without=1.0),
     Number("step_cost.bands", "_EXACT"),
     Number("step_cost.model", "_MEMORY_STEPS", without=0),
@@ -76,14 +76,14 @@ NUMBERS = (
     Number("step_cost.model", "_IMPLAUSIBLE", without=0.0),
     Number("step_cost.model", "_LONGER", without=0.0),
     Number("step_cost.model", "_SMALL", without=1.0),
-    Number("engine.schedule.cutoff", "_LOST", without=math.inf),
-    Number("engine.schedule.cutoff", "_DRAFTS", without=0),
-    Number("engine.schedule.cutoff", "_STEPS", without=0),
-    Number("engine.schedule.cutoff", "_KEPT", without=1.0, above_one=True),
-    Number("engine.schedule.pairs", "STEPS"),
-    Number("engine.schedule.pairs", "_PATIENCE"),
-    Number("engine.schedule.pairs", "_RANGE"),
-    Number("engine.schedule.pairs", "_APART", without=1.0),
+    Number("engine.vllm.schedule.cutoff", "_LOST", without=math.inf),
+    Number("engine.vllm.schedule.cutoff", "_DRAFTS", without=0),
+    Number("engine.vllm.schedule.cutoff", "_STEPS", without=0),
+    Number("engine.vllm.schedule.cutoff", "_KEPT", without=1.0, above_one=True),
+    Number("engine.vllm.schedule.pairs", "STEPS"),
+    Number("engine.vllm.schedule.pairs", "_PATIENCE"),
+    Number("engine.vllm.schedule.pairs", "_RANGE"),
+    Number("engine.vllm.schedule.pairs", "_APART", without=1.0),
 )
 
 

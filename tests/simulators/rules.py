@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spec_plugin.builtin.provenance import rules
-from spec_plugin.builtin.provenance.rules import DTYPES, RULES, PerStatistic
+from spec_plugin.policy.provenance import rules
+from spec_plugin.policy.provenance.rules import DTYPES, RULES, PerStatistic
 
 Row = tuple[str, ...]
 HEAD = ("text", "held against plain text of", "test", "factor: mean, largest", "floor", "error level")

@@ -22,14 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulators.controller import CALIBRATED, CARD, Engine, Machine, Quiet
-from spec_plugin import ledger as ledger_module
-from spec_plugin.actor.judged import share_for
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.control import ControlGroup
-from spec_plugin.engine.schedule.pairs import PairedSteps
-from spec_plugin.engine.schedule.steps import StepLog
-from spec_plugin.events import (
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import (
     DraftRefresh,
     RefreshReport,
     RolloutStats,
@@ -38,8 +32,14 @@ from spec_plugin.events import (
     StepTiming,
     TargetInfo,
 )
-from spec_plugin.ledger import Ledger
-from spec_plugin.method import Method, StartingDraft
+from spec_plugin.api.method import Method, StartingDraft
+from spec_plugin.engine.control_group import ControlGroup
+from spec_plugin.engine.vllm.schedule.pairs import PairedSteps
+from spec_plugin.engine.vllm.schedule.steps import StepLog
+from spec_plugin.lifecycle import ledger as ledger_module
+from spec_plugin.lifecycle.ledger import Ledger
+from spec_plugin.policy.break_even.controller import BreakEvenController
+from spec_plugin.trainer.judged import share_for
 
 _ENGINE = Engine()
 Ints = NDArray[np.int_]

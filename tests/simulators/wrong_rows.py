@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from simulators.guard import _DRAFTED, _DRIFT, _PLAIN_EVERY, ROUNDING, heavy
-from spec_plugin.builtin.provenance import ProvenanceGuard
-from spec_plugin.builtin.provenance.rows import RowEvidence
-from spec_plugin.builtin.provenance.rules import Precision
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import LogprobProvenanceError
+from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.policy.provenance import ProvenanceGuard
+from spec_plugin.policy.provenance.rows import RowEvidence
+from spec_plugin.policy.provenance.rules import Precision
 
 ROWS, TOKENS, V = 64, 200, 64
 #: of long texts: how many times as long as ``TOKENS``

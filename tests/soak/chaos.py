@@ -26,10 +26,11 @@ from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.lagging import LaggingAdapter
 from minimal_adapter.loop import Settings, Trainer
 
-from spec_plugin import LogprobProvenanceError, hookimpl, hookspecs
-from spec_plugin.actor import control as control_module
-from spec_plugin.events import Drafts, LogprobBatch
-from spec_plugin.recovery import Recovery
+from spec_plugin import LogprobProvenanceError, hookimpl
+from spec_plugin.api import hookspecs
+from spec_plugin.api.events import Drafts, LogprobBatch
+from spec_plugin.lifecycle.recovery import Recovery
+from spec_plugin.trainer import rollout_control as control_module
 
 #: chance of a fault in each call
 CHANCE = 0.03

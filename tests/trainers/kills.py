@@ -25,7 +25,7 @@ from spec_plugin_cpu.forks import server_processes
 
 from draft_training import digest
 from spec_plugin import hookimpl
-from spec_plugin.folders import disk, memory
+from spec_plugin.plan.own_folders import disk, memory
 
 #: whom to kill: the process of the hooks, Ray's driver; others by the class of their Ray actor, vLLM's in it with this
 HERE, DRIVER, CORE = "", "driver", "/EngineCore"

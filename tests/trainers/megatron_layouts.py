@@ -35,10 +35,10 @@ from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizer
 from verl.workers.engine import EngineRegistry
 
 from spec_plugin import SpecConfig
-from spec_plugin.events import HiddenStates, TargetInfo
-from spec_plugin.hookspecs import hookimpl
-from spec_plugin.ranks import actor_group
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import HiddenStates, TargetInfo
+from spec_plugin.api.hookspecs import hookimpl
+from spec_plugin.api.ranks import actor_group
+from spec_plugin.lifecycle.session import SpecSession
 
 AUX = (2, 4, 5)
 LENGTHS, RESPONSES, MICRO = (13, 24, 7, 30, 18, 21), (8, 16, 4, 20, 12, 14), 2

@@ -13,10 +13,10 @@ import torch
 from spec_plugin_openrlhf_cpu import setup_worker
 
 from draft_training import DraftTrainer, TrainSettings, digest
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.schedule.channel import in_flight
-from spec_plugin.events import DraftRefresh, Schedule, SelfTestReport, TargetInfo
-from spec_plugin.manager import built_in_method
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import DraftRefresh, Schedule, SelfTestReport, TargetInfo
+from spec_plugin.engine.vllm.schedule.channel import in_flight
+from spec_plugin.lifecycle.manager import built_in_method
 
 SECONDS = 25.0  # of a self-test; bfloat16 is ten times slower than float32 on a CPU without its instructions
 TOKENS = 96  # of a request that a weight sync finds in flight

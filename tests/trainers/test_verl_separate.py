@@ -14,7 +14,7 @@ from spec_plugin_conformance.journal import read_trace
 from spec_plugin_verl_cpu.run import SEPARATE, SMALL, SPEC, VerlRun
 
 from spec_plugin import hookimpl
-from spec_plugin.events import WeightSync
+from spec_plugin.api.events import WeightSync
 
 pytestmark = pytest.mark.trainer
 

@@ -37,10 +37,10 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine import EngineRegistry
 
 from spec_plugin import SpecConfig
-from spec_plugin.events import HiddenStates, TargetInfo
-from spec_plugin.hookspecs import hookimpl
-from spec_plugin.ranks import actor_group
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import HiddenStates, TargetInfo
+from spec_plugin.api.hookspecs import hookimpl
+from spec_plugin.api.ranks import actor_group
+from spec_plugin.lifecycle.session import SpecSession
 
 RANKS, AUX = 2, (2, 4, 5)
 LENGTHS, RESPONSES = (9, 14, 6, 20), (4, 7, 3, 11)

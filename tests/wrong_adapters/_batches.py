@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_plugin.events import LogprobBatch
+from spec_plugin.api.events import LogprobBatch
 
 
 class ChangesBatches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.events import LogprobBatch
+from spec_plugin.api.events import LogprobBatch
 from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "logprobs_are_checked_before_they_are_used"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.events import LogprobBatch
+from spec_plugin.api.events import LogprobBatch
 from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "logprobs_come_from_the_engine"

@@ -9,7 +9,7 @@ from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Rollouts
 from torch import Tensor
 
-from spec_plugin.events import LogprobBatch
+from spec_plugin.api.events import LogprobBatch
 from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "logprobs_come_from_the_engine"

@@ -7,8 +7,8 @@ from typing import Any
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.actor.taps import Taps
+from spec_plugin.trainer.decoder import find_decoder
+from spec_plugin.trainer.taps import Taps
 
 CAUGHT_BY = "hidden_states_equal_a_plain_forward"
 

@@ -8,7 +8,7 @@ from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 from minimal_adapter.loop import Settings
 
-from spec_plugin.events import TargetInfo
+from spec_plugin.api.events import TargetInfo
 
 CAUGHT_BY = "requests_are_the_trainers"
 ONLY = True

@@ -7,7 +7,7 @@ from dataclasses import replace
 from minimal_adapter import driver
 from minimal_adapter.lagging import LaggingAdapter
 
-from spec_plugin.events import LogprobBatch
+from spec_plugin.api.events import LogprobBatch
 from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "policy_versions_agree"

@@ -6,7 +6,7 @@ from minimal_adapter import driver
 from minimal_adapter.lagging import LaggingAdapter
 
 from spec_plugin.adapter import LocalLink
-from spec_plugin.spans import Span
+from spec_plugin.api.spans import Span
 
 CAUGHT_BY = "policy_versions_agree"
 

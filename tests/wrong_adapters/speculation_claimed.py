@@ -8,7 +8,7 @@ import torch
 from minimal_adapter import driver
 from minimal_adapter.adapter import MinimalAdapter
 
-from spec_plugin.events import Drafts, LogprobBatch
+from spec_plugin.api.events import Drafts, LogprobBatch
 from wrong_adapters._batches import ChangesBatches
 
 CAUGHT_BY = "speculation_is_told_as_it_was"

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_plugin.builtin.provenance import ProvenanceGuard
-from spec_plugin.config import SpecConfig
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import LogprobProvenanceError
+from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo
 from spec_plugin.engine.selftest.plan import Sampled
 from spec_plugin.engine.selftest.verdicts import greedy_check, greedy_limit, greedy_noise, tolerance
-from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.policy.provenance import ProvenanceGuard
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
 #: sequences of a batch that a guard is shown

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from draft_training import fingerprint
 from examples.bench.common import MIB, memory_mib
-from spec_plugin.engine.capabilities import find_draft
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.engine.vllm.capabilities import find_draft
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
 
 PROBE = f"{__name__}.Probe"
 FLAG_PROBE = f"{__name__}.FlagProbe"

@@ -227,8 +227,8 @@ async def _start(task: Task, extension: str) -> tuple[Any, Any]:
 
 
 async def _sampled(front: Any, prompts: Any, k: int, temperature: float) -> list[Any]:
+    from spec_plugin.api.events import Schedule
     from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
-    from spec_plugin.events import Schedule
 
     await front.set_schedule(Schedule((k,) * (REQUESTS + 1)))
     probe = Probe(front.engine, {"temperature": temperature}, REQUESTS)
@@ -268,7 +268,7 @@ async def _log_probs(seen: dict[str, Any], front: Any, prompts: Any, task: Task)
 
 async def _refresh(seen: dict[str, Any], front: Any, task: Task) -> None:
     from draft_training import DraftTrainer, TrainSettings, fingerprint, load_draft
-    from spec_plugin.events import DraftRefresh
+    from spec_plugin.api.events import DraftRefresh
 
     config, tensors = load_draft(task.models.draft)
     device = "cuda" if task.settings["cuda"] else "cpu"

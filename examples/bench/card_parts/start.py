@@ -18,7 +18,7 @@ from examples.bench.card_parts.record import Record
 from examples.bench.card_parts.setup import Models, sizes_of
 from examples.bench.common import interleave, paired, spread
 from examples.bench.engines import EngineSettings, Kind, Remote, Timing
-from spec_plugin.model_runner import A_TRAINED_DRAFT, SWITCH, runner_of
+from spec_plugin.plan.model_runner import A_TRAINED_DRAFT, SWITCH, runner_of
 
 #: k of the engine with vLLM's own speculation, whose k cannot change
 STOCK_K = 3

@@ -56,8 +56,8 @@ def _harvested(seen: dict[str, Any], task: Task, device: str) -> Any:
 
     from draft_training.config import default_aux_layers
     from examples.bench import harvest, workload
-    from spec_plugin.actor.decoder import find_decoder
-    from spec_plugin.actor.taps import Taps
+    from spec_plugin.trainer.decoder import find_decoder
+    from spec_plugin.trainer.taps import Taps
 
     model: Any = AutoModelForCausalLM.from_pretrained(task.models.small, dtype=torch.float32).to(device).eval()
     prompts = workload.addition_prompts(task.models.small, REQUESTS, seed=9)
@@ -95,7 +95,7 @@ def _attention(seen: dict[str, Any], task: Task, device: str) -> None:
 
 
 def _trained(seen: dict[str, Any], task: Task, device: str, hidden: list[Any]) -> None:
-    from spec_plugin.builtin.trainer import documents_of
+    from spec_plugin.policy.online_training import documents_of
 
     if not hidden:
         raise RuntimeError("there are no hidden states")

@@ -24,12 +24,12 @@ def prepare_start() -> None:
 
 def prepare_worker() -> None:
     """Before the worker loads its model: layers keep their weights."""
-    from spec_plugin.engine.repairs.on_cpu import apply_cpu_patches
+    from spec_plugin.engine.vllm.repairs.on_cpu import apply_cpu_patches
 
     apply_cpu_patches()
 
 
 def repack(model: Any) -> None:
-    from spec_plugin.engine.repairs.on_cpu import repack
+    from spec_plugin.engine.vllm.repairs.on_cpu import repack
 
     repack(model)

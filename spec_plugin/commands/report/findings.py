@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from spec_plugin.api.speculation import Reason
 from spec_plugin.commands.report.changes import increments, nearby, shifts_of
 from spec_plugin.commands.report.run import LoggedRun, Spread, duration, earned_of, work_of
 from spec_plugin.commands.report.states import spans_of
-from spec_plugin.speculation import Reason
 
 #: of a plain step's speed: below the first a step with drafts was slower; the others: how many, or how slow, is no accident
 _SLOWER, _OFTEN, _FAR_SLOWER = 0.97, 0.1, 0.8

@@ -13,10 +13,10 @@ from fnmatch import fnmatch
 from itertools import chain, dropwhile, islice, pairwise
 from pathlib import Path
 
+from spec_plugin.api.errors import SpecPluginError
 from spec_plugin.commands.report.formats import MOST_STEPS, LogFormat, step_in, step_number
 from spec_plugin.commands.report.run import LoggedRun, spacing
-from spec_plugin.errors import SpecPluginError
-from spec_plugin.outside import lines_of, text_of
+from spec_plugin.plan.text_files import lines_of, text_of
 
 Steps = dict[int, dict[str, float]]
 _CONSOLE = (".log", ".out", ".txt", ".log.gz", ".out.gz", ".txt.gz")

@@ -169,7 +169,7 @@ def spacing(numbers: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Earned:
-    """Seconds of all steps together; see ``spec_plugin.ledger`` for how they are estimated."""
+    """Seconds of all steps together; see ``spec_plugin.lifecycle.ledger`` for how they are estimated."""
 
     saved_s: float  # generation that the trainer did not wait for
     cost_s: float  # draft training, harvest, refreshes, self-tests

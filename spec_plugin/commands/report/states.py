@@ -6,8 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from spec_plugin.api.speculation import Reason, Speculation
 from spec_plugin.commands.report.run import LoggedRun
-from spec_plugin.speculation import Reason, Speculation
 
 State = Literal["on", "dropped", "off", "failed"]
 _STATES: dict[float, State] = {Speculation.TRYING: "on", Speculation.SERVING: "on", Speculation.DROPPED: "dropped"}

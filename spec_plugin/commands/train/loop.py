@@ -15,16 +15,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.checkpoint import replacing_folder
 from draft_training.outside import logit_cap
-from spec_plugin.actor.decoder import find_decoder, load_policy
-from spec_plugin.actor.harvest import HarvestPlan, harvested, responses_at_the_end
-from spec_plugin.actor.taps import Taps
-from spec_plugin.builtin.trainer import TRAIN_TOKENS, documents_of
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method, StartingDraft
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import TargetInfo
-from spec_plugin.method import Method, StartingDraft
+from spec_plugin.policy.online_training import TRAIN_TOKENS, documents_of
+from spec_plugin.trainer.decoder import find_decoder, load_policy
+from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.trainer.taps import Taps
 
 #: rollouts of one forward pass, and optimizer steps after it; a run takes about as many a step
 _BATCH, _STEPS = 32, 8

@@ -21,16 +21,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
-from spec_plugin.builtin.model_card import ModelCard
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecConfigError, SpecPluginError
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, read_rollouts
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.offline import lines_of
-from spec_plugin.errors import SpecConfigError, SpecPluginError
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method
-from spec_plugin.method import Method
-from spec_plugin.refusals import read_json
+from spec_plugin.engine.vllm.offline import lines_of
+from spec_plugin.lifecycle.manager import built_in_method
+from spec_plugin.plan.refusals import read_json
+from spec_plugin.policy.model_card import ModelCard
 from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step
 
 #: prompts sampled between two writes: what a kill costs at most
@@ -245,7 +245,7 @@ def _in_engine(do: str, task: dict[str, Any], work: Path, shown: tuple[str, Path
     """Run a task in a process of its own, with a bar of the lines that it writes."""
     file, log = work / f"{do}.json", work / f"{do}.log"
     file.write_text(json.dumps({"do": do, **task}))
-    command = [sys.executable, "-m", "spec_plugin.engine.offline", str(file)]
+    command = [sys.executable, "-m", "spec_plugin.engine.vllm.offline", str(file)]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ})
         try:

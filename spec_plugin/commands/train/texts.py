@@ -10,8 +10,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.outside import check_regular, lines_of, text_of
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.plan.text_files import check_regular, lines_of, text_of
 
 logger = logging.getLogger(__name__)
 

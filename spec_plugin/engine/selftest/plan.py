@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.events import Schedule
+from spec_plugin.api.events import Schedule
 
 MOST_AT_ONCE = 256  # requests: the sampler's memory, with the log-probs of all of them, is nobody's budget
 SAMPLED_PROMPTS = 4  # few, so that many samples share a context

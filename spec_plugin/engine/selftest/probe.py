@@ -9,13 +9,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from spec_plugin.engine.protocol import Engine
-from spec_plugin.engine.schedule.plain import PLAIN
 from spec_plugin.engine.selftest.plan import Sampled
 from spec_plugin.engine.selftest.verdicts import tolerance
+from spec_plugin.engine.vllm.requests import of_length
+from spec_plugin.engine.vllm.schedule.plain import PLAIN
 
 T = TypeVar("T")
 
@@ -58,22 +57,21 @@ class Probe:
         """Of this engine's dtype, see ``verdicts.tolerance``."""
         return tolerance(self.engine.vllm_config.model_config.dtype)
 
-    def params(self, tokens: int, plain: bool, **options: Any) -> SamplingParams:
-        """Sampling parameters of a request of exactly ``tokens`` tokens."""
+    def params(self, tokens: int, plain: bool, as_it_grows: bool = False, **options: Any) -> Any:
+        """vLLM's ``SamplingParams`` of a request of exactly ``tokens`` tokens, see ``requests.of_length``."""
         extra = {"extra_args": dict(PLAIN)} if plain else {}
-        merged = {"output_kind": RequestOutputKind.FINAL_ONLY, **self.sampling, **options, **extra}
-        return SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **merged)
+        return of_length(tokens, as_it_grows, {**self.sampling, **options, **extra})
 
     async def sample(
         self,
         index: int,
         prompt: Sequence[int],
-        params: SamplingParams,
+        params: Any,
         reaches: tuple[int, asyncio.Event] | None = None,
     ) -> Sampled:
         """Run one request of prompt ``index`` (token ids) to its end, waiting for a free slot first.
 
-        ``reaches``: (n, event) sets the event when n tokens are sampled, if the request's ``output_kind`` is cumulative.
+        ``reaches``: (n, event) sets the event when n tokens are sampled, if the request is answered as it grows.
         """
         ids, name = {"prompt_token_ids": list(prompt)}, f"{self._name}-{next(self._ids)}"
         async with self._slots:

@@ -12,11 +12,11 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.api.events import Check
 from spec_plugin.engine.selftest import verdicts
 from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan
 from spec_plugin.engine.selftest.probe import TOP, Probe, gather_or_cancel
-from spec_plugin.events import Check
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 
 GREEDY_TOKENS = 24
 MOST_SAMPLES, MOST_CHEAP_SAMPLES = 256, 1024  # per prompt and arm; the latter as far as they take no longer than

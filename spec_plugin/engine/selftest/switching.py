@@ -19,14 +19,12 @@ import math
 import time
 from collections.abc import AsyncIterator
 
-from vllm.sampling_params import RequestOutputKind
-
-from spec_plugin.engine.schedule.channel import put_in_force, schedule_state
-from spec_plugin.engine.schedule.counters import read_spec_counters
+from spec_plugin.api.events import Check
 from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
 from spec_plugin.engine.selftest.verdicts import LEAST_SAMPLES, counts_check
-from spec_plugin.events import Check
+from spec_plugin.engine.vllm.schedule.channel import put_in_force, schedule_state
+from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 
 SEQUENCES = 512  # in each arm, as far as there is time; on V1, whose draft never hands out old rows, LEAST_SAMPLES
 BEGUN = 2  # tokens that a request has sampled when the tables begin to change
@@ -86,8 +84,8 @@ async def _round(probe: Probe, plan: SelfTestPlan, longer: int) -> tuple[list[Sa
     before, begun = read_spec_counters()["drafts"], asyncio.Event()
     room = engine.vllm_config.model_config.max_model_len - max(len(prompt) for _, prompt in prompts) - 1
     least = BEGUN + MORE + 2 * plan.k
-    options = {"logprobs": 0, "output_kind": RequestOutputKind.CUMULATIVE}
-    arms = [probe.params(min(longer * least, max(room, least)), plain, **options) for plain in (False, True)]
+    length = min(longer * least, max(room, least))
+    arms = [probe.params(length, plain, as_it_grows=True, logprobs=0) for plain in (False, True)]
     work = [probe.sample(i, prompt, params, (BEGUN, begun)) for i, prompt in prompts for params in arms]
     running = asyncio.ensure_future(gather_or_cancel(work))
     running.add_done_callback(lambda _: begun.set())  # none that failed is waited for

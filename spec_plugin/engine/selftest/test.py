@@ -1,7 +1,7 @@
 """The start-up self-test: proves on the very engine that will roll out that its samples and log-probs are the target's.
 
 Real engines have sampled wrongly without a word. Plain and speculating requests run side by side in the same batches
-(``spec_plugin.engine.schedule.plain``) and must be alike:
+(``spec_plugin.engine.vllm.schedule.plain``) and must be alike:
 
 ``greedy``      at temperature 0 the same tokens, but for ties: as close as rounding, or what plain requests show among
                 themselves, explains; a difference counts only if it shows again;
@@ -24,14 +24,14 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
 
+from spec_plugin.api.events import Check, SelfTestReport, StepTiming
 from spec_plugin.engine.protocol import Engine
-from spec_plugin.engine.schedule import channel
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
 from spec_plugin.engine.selftest.stages import greedy_stage, samples_stage
 from spec_plugin.engine.selftest.states import states_stage
 from spec_plugin.engine.selftest.switching import switching_stage
-from spec_plugin.events import Check, SelfTestReport, StepTiming
+from spec_plugin.engine.vllm.schedule import channel
 
 TIMED_TOKENS = 17  # that each request of the calibration makes
 TIMED_ROUNDS = 3  # of all batch sizes

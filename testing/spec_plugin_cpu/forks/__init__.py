@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_plugin.folders import disk, own_folder, sweep_own
+from spec_plugin.plan.own_folders import disk, own_folder, sweep_own
 
 _HERE = Path(__file__).resolve().parent
 _servers: dict[tuple[str, ...], ForkServer] = {}

@@ -1,1 +1,1 @@
-"""Repairs of vLLM's CPU build, which ``spec_plugin.engine.repairs.on_cpu`` finds through an entry point."""
+"""Repairs of vLLM's CPU build, which ``spec_plugin.engine.vllm.repairs.on_cpu`` finds through an entry point."""

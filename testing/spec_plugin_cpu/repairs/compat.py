@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spec_plugin.engine.repairs import patches
-from spec_plugin.engine.repairs.patches import Guard, Patch
+from spec_plugin.engine.vllm.repairs import patches
+from spec_plugin.engine.vllm.repairs.patches import Guard, Patch
 from spec_plugin_cpu.repairs.convolutions import CONVOLUTIONS
 from spec_plugin_cpu.repairs.drafts_0_24 import DRAFTS_0_24
 from spec_plugin_cpu.repairs.norms import NORMS

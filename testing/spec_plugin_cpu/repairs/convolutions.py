@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from spec_plugin.engine.repairs.patches import Guard, Patch
+from spec_plugin.engine.vllm.repairs.patches import Guard, Patch
 
 _PLACE = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 _REASON = (

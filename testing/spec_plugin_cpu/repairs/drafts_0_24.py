@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spec_plugin.engine.repairs.patches import Guard, Patch
+from spec_plugin.engine.vllm.repairs.patches import Guard, Patch
 
 
 def recovered_is_refused(function: Callable[..., Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_plugin.engine.repairs.patches import Guard, Patch
+from spec_plugin.engine.vllm.repairs.patches import Guard, Patch
 
 
 def takes_the_first_weight(function: Callable[..., Any]) -> bool:

@@ -47,7 +47,7 @@ def test_options_load_neither_torch_nor_vllm(found_by):
         before = set(sys.modules)
         from spec_plugin.adapter import Objection, SpecConfig, TargetInfo
         loaded = set(sys.modules) - before
-        heavy = [name for name in ("torch", "vllm", "spec_plugin.actor.run", "spec_plugin.engine.front") if name in loaded]
+        heavy = [name for name in ("torch", "vllm", "spec_plugin.trainer.spec_run", "spec_plugin.engine.front") if name in loaded]
         print("FOUND " + json.dumps({"heavy": heavy}))
         """
     )

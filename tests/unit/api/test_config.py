@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.config import describe_range, options_table
+from spec_plugin.api.config import describe_range, options_table
 
 PREFIX = "+actor_rollout_ref.rollout.custom.spec."
 

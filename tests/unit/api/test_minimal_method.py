@@ -8,10 +8,10 @@ import pytest
 from builders.paths import ROOT
 
 from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.engine.lossless import check_speculative_config
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method, create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.manager import built_in_method, create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 FOLDER = ROOT / "examples" / "minimal_method"
 TARGET = TargetInfo(path="/nowhere", hf_config={"vocab_size": 32}, dtype="float32", max_num_seqs=4)

@@ -11,9 +11,9 @@ import pytest
 from builders.paths import ROOT
 
 from spec_plugin import SpecConfigError, hookimpl
-from spec_plugin import manager as plugins
-from spec_plugin.events import RolloutStats
-from spec_plugin.manager import ENTRY_POINT_GROUP, create_manager
+from spec_plugin.api.events import RolloutStats
+from spec_plugin.lifecycle import manager as plugins
+from spec_plugin.lifecycle.manager import ENTRY_POINT_GROUP, create_manager
 
 METHODS = ("eagle3", "draft_model", "mtp", "suffix", "ngram", "frozen", "auto")
 BUILT_IN = (*METHODS, "trainer", "exactness", "provenance", "controller", "metrics")

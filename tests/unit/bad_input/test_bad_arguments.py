@@ -17,9 +17,9 @@ from spec_plugin_verl_check import options as verl
 from spec_plugin_verl_check.compose import compose_config
 
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.arguments import read_config, split_arguments
 from spec_plugin.commands.check import judge_run
-from spec_plugin.run_plan import Model
+from spec_plugin.plan.arguments import read_config, split_arguments
+from spec_plugin.plan.run_plan import Model
 
 OPTIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("draft", "", ("=''", "at least 1 character", "allowed: text or none")),

@@ -23,10 +23,10 @@ from builders.bad_input import (
 )
 
 from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 WHOLE = (
     "vocab_size",

@@ -11,10 +11,10 @@ from builders.bad_input import TARGET, draft_in, missing, written
 from click.testing import CliRunner, Result
 from spec_plugin_conformance.tiny import byte_tokenizer
 
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.train import PretrainSettings, pretrain
 from spec_plugin.commands.train.texts import read_prompts, read_rollouts
-from spec_plugin.errors import SpecConfigError
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,11 @@ from draft_training.mtp import MtpShape
 from draft_training.small_lm import SmallLmShape
 from draft_training.weights import read_tensors, refuse_broken
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.arguments import read_config, split_arguments
-from spec_plugin.builtin.methods.checkpoints import tensor_names, vocabulary_map
-from spec_plugin.builtin.methods.frozen import kind_of
 from spec_plugin.commands.check import judge_run
-from spec_plugin.run_plan import Model
+from spec_plugin.methods.checkpoints import tensor_names, vocabulary_map
+from spec_plugin.methods.frozen import kind_of
+from spec_plugin.plan.arguments import read_config, split_arguments
+from spec_plugin.plan.run_plan import Model
 
 OURS = (DraftConfigError, CheckpointError, SpecConfigError)
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
 from examples.bench import async_run, common, harvest, off_cost, refresh, run_all, speedup, workload
-from spec_plugin.actor.decoder import find_decoder
-from spec_plugin.builtin.trainer import documents_of
-from spec_plugin.events import HiddenStates
+from spec_plugin.api.events import HiddenStates
+from spec_plugin.policy.online_training import documents_of
+from spec_plugin.trainer.decoder import find_decoder
 
 
 def tiny_model(intermediate: int = 24) -> torch.nn.Module:

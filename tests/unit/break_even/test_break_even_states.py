@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spec_plugin.builtin.break_even.states import NEXT, REST, Sign, States
-from spec_plugin.speculation import Reason, Speculation
+from spec_plugin.api.speculation import Reason, Speculation
+from spec_plugin.policy.break_even.states import NEXT, REST, Sign, States
 
 U, T, S, R = Speculation.UNTRIED, Speculation.TRYING, Speculation.SERVING, Speculation.RESTING
 WHY = Reason.BELOW_BREAK_EVEN

@@ -9,9 +9,7 @@ from builders.controller import SEQS, K, controller, promised, refreshed, rolled
 from builders.steps import mixed_steps
 
 from spec_plugin import SpecConfig
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.builtin.break_even.states import REST
-from spec_plugin.events import (
+from spec_plugin.api.events import (
     DraftRefresh,
     RefreshReport,
     RolloutStats,
@@ -20,7 +18,9 @@ from spec_plugin.events import (
     StepTiming,
     TargetInfo,
 )
-from spec_plugin.method import Method
+from spec_plugin.api.method import Method
+from spec_plugin.policy.break_even.controller import BreakEvenController
+from spec_plugin.policy.break_even.states import REST
 from spec_plugin.step_cost.chances import tokens_per_step
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from spec_plugin.builtin.break_even.correction import Correction
-from spec_plugin.events import RolloutStats, StepPair, StepTiming
+from spec_plugin.api.events import RolloutStats, StepPair, StepTiming
+from spec_plugin.policy.break_even.correction import Correction
 from spec_plugin.step_cost.model import CostModel
 
 K = 3

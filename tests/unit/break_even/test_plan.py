@@ -6,9 +6,9 @@ import pytest
 from builders.cost import compute_bound, memory_bound, model
 from builders.steps import mixed_steps
 
-from spec_plugin.builtin.break_even import plan
-from spec_plugin.builtin.sampler_memory import fit_sampler_memory
-from spec_plugin.events import RolloutStats, StepTiming
+from spec_plugin.api.events import RolloutStats, StepTiming
+from spec_plugin.policy.break_even import plan
+from spec_plugin.policy.sampler_memory import fit_sampler_memory
 
 SIZE, K = 64, 3
 

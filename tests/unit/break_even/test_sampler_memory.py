@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spec_plugin import SpecConfig
-from spec_plugin.builtin import sampler_memory
-from spec_plugin.builtin.break_even import controller as controller_module
-from spec_plugin.speculation import Reason
+from spec_plugin.api.speculation import Reason
+from spec_plugin.policy import sampler_memory
+from spec_plugin.policy.break_even import controller as controller_module
 
 pytest.importorskip("vllm")
 from vllm.v1.sample import rejection_sampler as v1

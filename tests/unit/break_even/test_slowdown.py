@@ -7,8 +7,8 @@ import random
 import pytest
 from builders.steps import mixed_steps
 
-from spec_plugin.builtin.break_even.plan import slowdown_without
-from spec_plugin.events import RolloutStats, StepTiming
+from spec_plugin.api.events import RolloutStats, StepTiming
+from spec_plugin.policy.break_even.plan import slowdown_without
 from spec_plugin.step_cost.chances import tokens_per_step
 from spec_plugin.step_cost.model import StepCost
 

@@ -20,16 +20,17 @@ from spec_plugin_verl_check.check import check as verl_check
 
 from draft_training import DraftConfig, DraftTrainer, Eagle3Draft, TrainSettings, save_draft
 from draft_training.mtp import MtpShape
-from spec_plugin import SpecConfigError, sources
+from spec_plugin import SpecConfigError
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method, StartingDraft
 from spec_plugin.commands import forecast
 from spec_plugin.commands.check import find_check, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.judgement import find_model
-from spec_plugin.config import SpecConfig
-from spec_plugin.events import TargetInfo
-from spec_plugin.method import Method, StartingDraft
-from spec_plugin.refusals import refuse
-from spec_plugin.run_plan import Model, RunFacts, split_launch
+from spec_plugin.plan import sources
+from spec_plugin.plan.refusals import refuse
+from spec_plugin.plan.run_plan import Model, RunFacts, split_launch
 
 openrlhf_check = partial(judge_run, "openrlhf")
 

@@ -12,15 +12,16 @@ import pytest
 from click.testing import CliRunner
 
 from draft_training import DraftConfig, DraftTrainer, TrainSettings, save_draft
-from spec_plugin import SpecConfig, diagnosis, hookspecs
+from spec_plugin import SpecConfig
+from spec_plugin.api import diagnosis, hookspecs
+from spec_plugin.api.config import options_table
+from spec_plugin.api.diagnosis import Diagnosis
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands import cli, doctor
 from spec_plugin.commands.adapters import ADAPTER_GROUP
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.doctor import Section, examine_draft, examine_target, hook_summaries, works
-from spec_plugin.config import options_table
-from spec_plugin.diagnosis import Diagnosis
-from spec_plugin.engine import capabilities
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.engine.vllm import capabilities
 
 TARGET = {
     "model_type": "qwen3",
@@ -133,8 +134,8 @@ def test_a_missing_capability_fails_only_where_the_adapter_cannot_do_without(mon
 
 
 def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
-    from spec_plugin.engine.repairs import on_cpu
-    from spec_plugin.errors import PatchError
+    from spec_plugin.api.errors import PatchError
+    from spec_plugin.engine.vllm.repairs import on_cpu
 
     def refuse():
         raise PatchError("the symbol changed")
@@ -146,7 +147,7 @@ def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
 
 
 def test_on_a_gpu_the_repairs_of_its_graphs_and_of_its_drafts_noise_are_tried(monkeypatch):
-    from spec_plugin.engine.repairs import draft_noise, graphs, on_cpu, patches
+    from spec_plugin.engine.vllm.repairs import draft_noise, graphs, on_cpu, patches
 
     monkeypatch.setattr(on_cpu, "on_cpu", lambda: False)
     try:
@@ -279,7 +280,7 @@ def test_a_command_whose_distribution_is_not_installed_says_what_to_install(monk
 
 
 def test_on_a_cpu_without_the_repairs_the_doctor_and_the_engine_say_what_to_install(monkeypatch):
-    from spec_plugin.engine.repairs import on_cpu
+    from spec_plugin.engine.vllm.repairs import on_cpu
 
     monkeypatch.setattr(on_cpu.metadata, "entry_points", lambda **_: metadata.EntryPoints())
     on_cpu.cpu_repairs.cache_clear()

@@ -9,7 +9,7 @@ from builders.paths import ROOT
 
 from spec_plugin.commands import doctor, graphs
 from spec_plugin.commands.graphs import graphs_of, never_run
-from spec_plugin.model_runner import Runner
+from spec_plugin.plan.model_runner import Runner
 
 V1, V2 = Runner(False, "a test"), Runner(True, "a test")
 

@@ -19,7 +19,7 @@ from spec_plugin_conformance.tiny import make_target
 from spec_plugin import SpecConfigError
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.terminal import visible
-from spec_plugin.outside import TooMuchError, lines_of, text_of, write_whole
+from spec_plugin.plan.text_files import TooMuchError, lines_of, text_of, write_whole
 
 
 def run(*words: object) -> Result:
@@ -83,7 +83,7 @@ def test_on_a_full_disk_the_older_page_stays(tmp_path):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with mock.patch("spec_plugin.outside.os.replace", full), pytest.raises(OSError, match="No space"):
+    with mock.patch("spec_plugin.plan.text_files.os.replace", full), pytest.raises(OSError, match="No space"):
         write_whole(page, "newer")
     assert page.read_text() == "older" and [f.name for f in tmp_path.iterdir()] == ["page.html"]
     write_whole(page, "newer")
@@ -140,7 +140,7 @@ def test_a_picture_is_not_written_beside_the_folder_that_was_named(tmp_path):
 
 
 def test_options_name_is_whole_in_a_pipe():
-    from spec_plugin.config import SpecConfig
+    from spec_plugin.api.config import SpecConfig
 
     output = run("options").output
     assert all(f"{name} " in output for name in SpecConfig.model_fields)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from spec_plugin_conformance import named
 
-from spec_plugin.actor.run import Responses, SpecRun
+from spec_plugin.trainer.spec_run import Responses, SpecRun
 
 
 class Session:

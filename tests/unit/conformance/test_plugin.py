@@ -176,8 +176,8 @@ def test_the_kit_is_not_imported_by_the_recorder(warm_run):
 def test_a_session_is_watched_also_where_its_own_plugins_bring_the_recorder(warm_run, tmp_path):
     """As in each process of a run: nothing has imported the kit before the session makes its plugins."""
     code = (
-        "import sys; from spec_plugin.config import SpecConfig; from spec_plugin.events import TargetInfo;"
-        "from spec_plugin.session import SpecSession; assert 'spec_plugin_conformance.recorder' not in sys.modules;"
+        "import sys; from spec_plugin.api.config import SpecConfig; from spec_plugin.api.events import TargetInfo;"
+        "from spec_plugin.lifecycle.session import SpecSession; assert 'spec_plugin_conformance.recorder' not in sys.modules;"
         f"plugins = ['spec_plugin_conformance.recorder:Recorder={tmp_path}'];"
         "target = TargetInfo('x', {'vocab_size': 9}, 'float32', max_num_seqs=2);"
         "SpecSession(SpecConfig.parse({'method': 'ngram', 'plugins': plugins}), target).metrics()"

@@ -15,7 +15,7 @@ from spec_plugin_conformance.plants import LOGPROB, NAN, PERTURBED, PLANTED, VER
 from spec_plugin_conformance.recorder import Recorder, mutants
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.events import (
+from spec_plugin.api.events import (
     EngineState,
     HiddenStates,
     LogprobBatch,
@@ -25,12 +25,12 @@ from spec_plugin.events import (
     StatedLogprobs,
     WeightSync,
 )
-from spec_plugin.hookspecs import hookimpl
-from spec_plugin.manager import create_manager
-from spec_plugin.method import Method
-from spec_plugin.rollouts import Rollout
-from spec_plugin.session import SpecSession
-from spec_plugin.speculation import Reason
+from spec_plugin.api.hookspecs import hookimpl
+from spec_plugin.api.method import Method
+from spec_plugin.api.rollouts import Rollout
+from spec_plugin.api.speculation import Reason
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 
 def session_of(*plugins: str) -> SpecSession:
@@ -50,7 +50,7 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     session.check_stated(stated())
     session.recover()
     trace = read_trace(tmp_path / "r")
-    from spec_plugin import hookspecs
+    from spec_plugin.api import hookspecs
 
     hooks = {e["hook"] for e in trace if e["hook"].startswith("spec_")}
     asked = {"spec_head_start", "spec_slowdown_without_drafts"}

@@ -16,12 +16,12 @@ from vllm.logprobs import FlatLogprobs, Logprob
 
 from draft_training import digest
 from spec_plugin import SpecConfig
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.decoder import Decoder
-from spec_plugin.actor.harvest import DecoderHarvest
-from spec_plugin.events import HiddenStates, WeightSync
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import HiddenStates, WeightSync
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.decoder import Decoder
+from spec_plugin.trainer.harvest import DecoderHarvest
+from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 def output(*tokens: int, index: int = 0) -> SimpleNamespace:

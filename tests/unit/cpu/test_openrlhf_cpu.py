@@ -16,7 +16,7 @@ from spec_plugin_cpu import MAX_NUM_SEQS
 from spec_plugin_openrlhf_cpu import chosen, patch_vllm, setup_worker, shims
 from transformers import Qwen3ForCausalLM
 
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
 
 
 def a_library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -14,6 +14,6 @@ def test_verl_keeps_no_copy_of_weights_that_are_on_the_cpu_already():
     kept = weight.detach().cpu()  # what fsdp2_sharded_save_to_cpu does
     weight.add_(1)
     assert kept.tolist() == [2.0, 2.0]
-    from spec_plugin.sources import source_of
+    from spec_plugin.plan.sources import source_of
 
     assert "local_cpu_tensor = local_gpu_tensor.detach().cpu()\n" in source_of("verl", "utils/fsdp_utils.py")

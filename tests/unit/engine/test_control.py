@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.control import TOKENS, ControlGroup, ControlStretch
-from spec_plugin.engine.schedule.plain import is_plain
+from spec_plugin.engine.control_group import TOKENS, ControlGroup, ControlStretch
+from spec_plugin.engine.vllm.schedule.plain import is_plain
 
 
 @pytest.mark.parametrize(("share", "members"), [(0.0, 0), (0.02, 20), (0.5, 500), (1.0, 1000)])

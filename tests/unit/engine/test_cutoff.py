@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.schedule.cutoff import DraftCutoff, undrafted_beside_drafts
+from spec_plugin.engine.vllm.schedule.cutoff import DraftCutoff, undrafted_beside_drafts
 
 SIZE = 32
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spec_plugin.engine import extension
-from spec_plugin.engine.repairs.draft_noise import SALT, draft_has_the_targets_noise, with_noise_of_its_own
+from spec_plugin.engine.vllm import extension
+from spec_plugin.engine.vllm.repairs.draft_noise import SALT, draft_has_the_targets_noise, with_noise_of_its_own
 
 
 def gumbel_sample(logits, rows, temperature, seeds, pos, **_):

@@ -12,11 +12,11 @@ pytest.importorskip("vllm")
 from builders.batches import span_of
 from vllm.logprobs import FlatLogprobs, Logprob
 
+from spec_plugin.api.spans import FORGOTTEN, Span, fingerprints, weighed
 from spec_plugin.engine import flight
-from spec_plugin.engine.control import ControlStretch
+from spec_plugin.engine.control_group import ControlStretch
 from spec_plugin.engine.flight import UNKNOWN, Clock, Request, RequestTracker
 from spec_plugin.engine.sampling import SampledRequest
-from spec_plugin.spans import FORGOTTEN, Span, fingerprints, weighed
 
 PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 

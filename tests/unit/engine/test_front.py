@@ -15,16 +15,16 @@ from builders.batches import witness_of
 from spec_plugin_conformance.tiny import tiny_config
 from vllm import SamplingParams
 
-from spec_plugin.config import SpecConfig
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import LosslessError
+from spec_plugin.api.events import DraftRefresh, Schedule, TargetInfo
+from spec_plugin.api.spans import FORGOTTEN
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sampling import SampledRequest
-from spec_plugin.engine.schedule.plain import PLAIN
-from spec_plugin.engine.schedule.utilities import NUMBER
-from spec_plugin.errors import LosslessError
-from spec_plugin.events import DraftRefresh, Schedule, TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
-from spec_plugin.spans import FORGOTTEN
+from spec_plugin.engine.vllm.schedule.plain import PLAIN
+from spec_plugin.engine.vllm.schedule.utilities import NUMBER
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 
 @pytest.fixture

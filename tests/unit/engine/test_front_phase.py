@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm")
 
 from draft_training import folders as locks
-from spec_plugin import SpecConfig, SpecConfigError, folders
+from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.api.events import DraftRefresh, Schedule, SelfTestReport
 from spec_plugin.engine import front as front_module
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.selftest.plan import SelfTestPlan
-from spec_plugin.events import DraftRefresh, Schedule, SelfTestReport
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.plan import own_folders as folders
 
 NO_DRAFTS = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_per_pos": []}
 TABLE = (0, *[3] * TARGET.max_num_seqs)

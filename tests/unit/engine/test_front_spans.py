@@ -9,12 +9,12 @@ import torch
 from builders.training import TARGET
 
 from spec_plugin import SpecConfig
-from spec_plugin.engine.control import ControlStretch
+from spec_plugin.api.events import EngineSchedule, Schedule
+from spec_plugin.api.spans import FORGOTTEN, Spans
+from spec_plugin.engine.control_group import ControlStretch
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.events import EngineSchedule, Schedule
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
-from spec_plugin.spans import FORGOTTEN, Spans
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 PROMPT, RESPONSE = [5, 6, 7], list(range(10, 110))
 DOCUMENT = torch.tensor(PROMPT + RESPONSE)

@@ -11,12 +11,12 @@ from builders.training import TARGET
 from vllm import SamplingParams
 
 from spec_plugin import SpecConfig
+from spec_plugin.api.errors import PatchError
+from spec_plugin.api.events import EngineSchedule, Schedule
+from spec_plugin.api.spans import FORGOTTEN
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.inprocess import InProcessCalls, InProcessEngine
-from spec_plugin.errors import PatchError
-from spec_plugin.events import EngineSchedule, Schedule
-from spec_plugin.session import SpecSession
-from spec_plugin.spans import FORGOTTEN
+from spec_plugin.lifecycle.session import SpecSession
 
 
 class Core:

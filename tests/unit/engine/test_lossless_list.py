@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.engine import lossless
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.sources import parsed
+from spec_plugin.plan.sources import parsed
 
 GOOD = {"method": "eagle3", "model": "/draft", "num_speculative_tokens": 3}
 

@@ -11,11 +11,12 @@ import pytest
 from builders.paths import ROOT
 from spec_plugin_conformance.tiny import tiny_config
 
-from spec_plugin import SpecConfig, SpecConfigError, model_runner
-from spec_plugin.builtin.methods.eagle3 import Eagle3Method
+from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.engine import lossless
-from spec_plugin.events import TargetInfo
-from spec_plugin.model_runner import METHODS, runner_of
+from spec_plugin.methods.eagle3 import Eagle3Method
+from spec_plugin.plan import model_runner
+from spec_plugin.plan.model_runner import METHODS, runner_of
 
 LOADER, CONFIG = "v1/worker/gpu/spec_decode/eagle/utils.py", "config/vllm.py"
 IN_0_29 = """

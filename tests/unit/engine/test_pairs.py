@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spec_plugin.engine.schedule.pairs import STEPS, PairedSteps
-from spec_plugin.engine.schedule.steps import Timed
+from spec_plugin.engine.vllm.schedule.pairs import STEPS, PairedSteps
+from spec_plugin.engine.vllm.schedule.steps import Timed
 
 K = 3
 

@@ -17,7 +17,7 @@ import multiprocessing, signal, sys, time
 def core(out, deaf):
     if deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from spec_plugin.engine import parent
+    from spec_plugin.engine.vllm import parent
     parent.LOOK_S, parent.END_S = 0.05, 0.5
     parent.end_with_parent()
     open(out, "w").close()

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from spec_plugin.engine.repairs import patches
-from spec_plugin.engine.repairs.patches import Guard, Patch
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
+from spec_plugin.engine.vllm.repairs import patches
+from spec_plugin.engine.vllm.repairs.patches import Guard, Patch
 
 SOURCE = '''
 def double(value, scale):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from spec_plugin.engine.schedule.pause import pause_draft
-from spec_plugin.errors import PatchError
+from spec_plugin.api.errors import PatchError
+from spec_plugin.engine.vllm.schedule.pause import pause_draft
 
 pytest.importorskip("vllm")
 
@@ -108,7 +108,7 @@ def test_a_look_up_has_no_forward_pass_to_leave_out() -> None:
 def test_the_first_table_names_every_k_so_that_each_has_its_graphs(largest: int, k: int) -> None:
     from vllm.v1.spec_decode import dynamic
 
-    from spec_plugin.builtin.methods.tables import every_k
+    from spec_plugin.methods.tables import every_k
 
     table = dynamic.utils.build_dynamic_sd_schedule_lookup(
         every_k(largest, k), vllm_max_batch_size=largest, vllm_num_speculative_tokens=k

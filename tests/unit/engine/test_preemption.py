@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_plugin.engine.schedule.mixin import SpecSchedulerMixin
+from spec_plugin.engine.vllm.schedule.mixin import SpecSchedulerMixin
 
 K, CONTEXT = 3, 32
 

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from draft_training import fingerprint
-from spec_plugin.actor.links import EngineLink
-from spec_plugin.engine import extension
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.api.events import DraftRefresh, RefreshReport
 from spec_plugin.engine.refresh.swap import live_digest
-from spec_plugin.events import DraftRefresh, RefreshReport
+from spec_plugin.engine.vllm import extension
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
+from spec_plugin.trainer.links import EngineLink
 
 ENGINES, V, KEPT, H = 16, 151_936, 32_000, 16
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from draft_training import fingerprint
-from spec_plugin.engine import extension
 from spec_plugin.engine.refresh.layout import Layout
 from spec_plugin.engine.refresh.swap import HOST, copied, swap
+from spec_plugin.engine.vllm import extension
 
 GPU = torch.device("cuda", 1)
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from draft_training import digest
-from spec_plugin.engine import extension
-from spec_plugin.engine.extension import SpecWorkerExtension
 from spec_plugin.engine.refresh.layout import Layout, Slot, draft_layout
 from spec_plugin.engine.refresh.swap import check_arrived, swap
+from spec_plugin.engine.vllm import extension
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
 
 
 class Draft(torch.nn.Module):

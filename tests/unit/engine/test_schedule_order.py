@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from spec_plugin.engine.schedule.channel import put_in_force
+from spec_plugin.api.events import EngineSchedule, Schedule
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.test import calibrate, restore
-from spec_plugin.events import EngineSchedule, Schedule
+from spec_plugin.engine.vllm.schedule.channel import put_in_force
 
 SEQS, K = 4, 3
 

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from spec_plugin.engine.schedule import channel, utilities
-from spec_plugin.engine.schedule.pairs import PairedSteps
-from spec_plugin.engine.schedule.utilities import check_table, spec_pause, spec_set_schedule
+from spec_plugin.engine.vllm.schedule import channel, utilities
+from spec_plugin.engine.vllm.schedule.pairs import PairedSteps
+from spec_plugin.engine.vllm.schedule.utilities import check_table, spec_pause, spec_set_schedule
 
 
 def test_a_table_has_a_k_for_each_batch_size_within_what_the_engine_can_draft():

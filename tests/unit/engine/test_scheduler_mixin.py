@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from spec_plugin.engine.schedule.cutoff import DraftCutoff
-from spec_plugin.engine.schedule.mixin import SpecSchedulerMixin
-from spec_plugin.engine.schedule.plain import PLAIN
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
+from spec_plugin.engine.vllm.schedule.cutoff import DraftCutoff
+from spec_plugin.engine.vllm.schedule.mixin import SpecSchedulerMixin
+from spec_plugin.engine.vllm.schedule.plain import PLAIN
 
 K = 3
 
@@ -183,7 +183,7 @@ def test_until_a_table_is_set_nothing_is_dropped():
 
 
 def test_a_step_lasts_from_one_schedule_to_the_next_and_an_empty_engine_is_none(monkeypatch):
-    from spec_plugin.engine.schedule import mixin
+    from spec_plugin.engine.vllm.schedule import mixin
 
     clock = iter((0.0, 1.0, 2.5, 100.0, 102.0))
     monkeypatch.setattr(mixin, "time", SimpleNamespace(perf_counter=clock.__next__))

@@ -12,14 +12,14 @@ pytest.importorskip("vllm")
 
 from spec_plugin_conformance.tiny import tiny_config
 
-from spec_plugin.config import SpecConfig
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import SelfTestReport, TargetInfo
 from spec_plugin.engine import front as fronts
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe
-from spec_plugin.events import SelfTestReport, TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 ADAPTER = SimpleNamespace(lora_int_id=123)
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
-from spec_plugin.engine.schedule.utilities import NUMBER, spec_in_flight, spec_stand_aside
+from spec_plugin.engine.vllm.schedule.utilities import NUMBER, spec_in_flight, spec_stand_aside
 
 
 class Asked:

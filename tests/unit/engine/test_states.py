@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from spec_plugin.config import SpecConfig
-from spec_plugin.engine.states import check_states, for_states, turned_off
-from spec_plugin.engine_class import keeps_states
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import Schedule, TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.session import method_of
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import Schedule, TargetInfo
+from spec_plugin.engine.recurrent_states import check_states, for_states, turned_off
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import method_of
+from spec_plugin.plan.engine_class import keeps_states
 
 HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_plugin.engine.schedule.steps import StepLog, kind_of
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
+from spec_plugin.engine.vllm.schedule.steps import StepLog, kind_of
 
 
 def output(batch=2, k=3, **changes):

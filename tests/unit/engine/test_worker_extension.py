@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from draft_training import digest
-from spec_plugin.engine import extension
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin.engine.vllm import extension
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
 
 
 class Draft(torch.nn.Module):

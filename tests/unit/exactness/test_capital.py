@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spec_plugin.builtin.exactness.capital import BANDS, BETS, PLAIN, SHAPE, WEIGHED, Capital, bets, growth
-from spec_plugin.builtin.exactness.statistics import NAMES, statistics_of
+from spec_plugin.policy.exactness.capital import BANDS, BETS, PLAIN, SHAPE, WEIGHED, Capital, bets, growth
+from spec_plugin.policy.exactness.statistics import NAMES, statistics_of
 
 V = 6
 

@@ -17,10 +17,10 @@ from builders.ranks import on_two_ranks
 
 from draft_training import OtherRankFailed
 from spec_plugin import LosslessError, hookimpl
-from spec_plugin.builtin.exactness.capital import Capital
-from spec_plugin.builtin.exactness.guard import REFUSED, SAID
-from spec_plugin.events import Drafts, RolloutStats, WeightSync
-from spec_plugin.manager import create_manager
+from spec_plugin.api.events import Drafts, RolloutStats, WeightSync
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.policy.exactness.capital import Capital
+from spec_plugin.policy.exactness.guard import REFUSED, SAID
 
 NOTHING = {"spec/exactness": 0.0, "spec/exactness_tokens": 0.0}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_plugin.builtin.exactness.statistics import NAMES, log_law, statistics_of
+from spec_plugin.policy.exactness.statistics import NAMES, log_law, statistics_of
 
 V = 9
 

@@ -14,21 +14,22 @@ from builders.rollout_control import Engines
 from builders.training import TARGET, sync
 from torch import Tensor, nn
 
-from spec_plugin import SpecConfig, events, hookspecs, spans
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.actor.decoder import Decoder
-from spec_plugin.actor.harvest import DecoderHarvest
-from spec_plugin.actor.links import ActorsLink, EngineLink, LocalLink
-from spec_plugin.actor.run import Responses, SpecRun
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.engine.extension import SpecWorkerExtension
+from spec_plugin import SpecConfig
+from spec_plugin.api import events, hookspecs, spans
+from spec_plugin.api.events import RolloutStats
+from spec_plugin.api.hookspecs import hookimpl
+from spec_plugin.api.method import Memory
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.schedule import scheduler, utilities
-from spec_plugin.events import RolloutStats
-from spec_plugin.hookspecs import hookimpl
-from spec_plugin.manager import create_manager
-from spec_plugin.method import Memory
-from spec_plugin.session import SpecSession
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
+from spec_plugin.engine.vllm.schedule import scheduler, utilities
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.policy.break_even.controller import BreakEvenController
+from spec_plugin.trainer.decoder import Decoder
+from spec_plugin.trainer.harvest import DecoderHarvest
+from spec_plugin.trainer.links import ActorsLink, EngineLink, LocalLink
+from spec_plugin.trainer.rollout_control import RolloutControl
+from spec_plugin.trainer.spec_run import Responses, SpecRun
 
 PAGE = (ROOT / "docs" / "a-step.md").read_text()
 PICTURE = re.findall(r"```mermaid\n(.*?)```", PAGE, re.S)[0]

@@ -16,9 +16,9 @@ from spec_plugin_conformance.targets import tiny_targets
 from draft_training import DraftConfig, DraftConfigError
 from examples.bench import coverage
 from spec_plugin.commands.judgement import Judgement
-from spec_plugin.engine_class import engine_class, unreadable
-from spec_plugin.refusals import Objection
-from spec_plugin.run_plan import Model
+from spec_plugin.plan.engine_class import engine_class, unreadable
+from spec_plugin.plan.refusals import Objection
+from spec_plugin.plan.run_plan import Model
 
 TRAINERS = {
     "verl-release": "verl_release_examples.jsonl",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from builders.paths import ROOT
 
-from spec_plugin.sources import parsed
+from spec_plugin.plan.sources import parsed
 
 PACKAGES = ("spec_plugin", "draft_training", "adapters", "testing", "projection")
 #: of what they read code can be made, or anybody can send them something

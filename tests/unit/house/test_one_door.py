@@ -7,12 +7,12 @@ import re
 import pytest
 from builders.paths import ROOT
 
-from spec_plugin.builtin.registry import built_in_methods
+from spec_plugin.lifecycle.registry import built_in_methods
 
 #: rooms of the methods themselves; the list of them; the allow-list of what vLLM may be told; and which runner serves which
-MAY_KNOW = ("builtin/methods/", "builtin/registry.py", "engine/lossless.py", "engine/suffix/", "model_runner.py")
+MAY_KNOW = ("methods/", "lifecycle/registry.py", "engine/lossless.py", "engine/vllm/suffix/", "plan/model_runner.py")
 #: words for people: what an option or a metric means
-FOR_PEOPLE = ("config.py", "hookspecs.py")
+FOR_PEOPLE = ("api/config.py", "api/hookspecs.py")
 
 
 #: an option of the trainer itself is called like it

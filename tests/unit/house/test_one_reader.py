@@ -1,7 +1,7 @@
 """Files that others wrote are read in two places, which know pipes, devices, torn files and those that unpack to all of memory.
 
-``spec_plugin/outside.py`` reads texts, ``draft_training/files.py`` what is in a checkpoint. Whoever opens a file elsewhere says
-here whose it is.
+``spec_plugin/plan/text_files.py`` reads texts, ``draft_training/files.py`` what is in a checkpoint. Whoever opens a file
+elsewhere says here whose it is.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Iterator
 
 from builders.paths import ROOT
 
-from spec_plugin.sources import parsed
+from spec_plugin.plan.sources import parsed
 
 PACKAGES = ("spec_plugin", "draft_training", "adapters", "projection")
-READERS = {"spec_plugin/outside.py", "draft_training/files.py"}
+READERS = {"spec_plugin/plan/text_files.py", "draft_training/files.py"}
 #: function -> whose file it opens
 OWN = {
-    "spec_plugin/builtin/exactness/guard.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
-    "spec_plugin/builtin/provenance/guard.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
+    "spec_plugin/policy/exactness/guard.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
+    "spec_plugin/policy/provenance/guard.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
     "spec_plugin/commands/report/formats.py: log_formats": "of an installed adapter's package",
     "spec_plugin/commands/report/page.py: to_html": "of this package",
     "spec_plugin/commands/report/read.py: _records": "of tensorboard's events, record by record; the file was looked at before",
     "spec_plugin/commands/train/run.py: _in_engine": "of the command's own folder",
     "spec_plugin/commands/train/run.py: _watch": "of the command's own folder",
     "spec_plugin/commands/train/run.py: _finish": "of the command's own folder",
-    "spec_plugin/engine/offline.py: sample": "written by its own parent process",
-    "spec_plugin/engine/offline.py: lines_of": "written by itself",
-    "spec_plugin/engine/offline.py: main": "written by its own parent process",
-    "spec_plugin/hub.py: _table": "of this package",
-    "spec_plugin/sources.py: source_of": "of an installed library",
+    "spec_plugin/engine/vllm/offline.py: sample": "written by its own parent process",
+    "spec_plugin/engine/vllm/offline.py: lines_of": "written by itself",
+    "spec_plugin/engine/vllm/offline.py: main": "written by its own parent process",
+    "spec_plugin/plan/hub.py: _table": "of this package",
+    "spec_plugin/plan/sources.py: source_of": "of an installed library",
     "draft_training/parsing.py: lazily": "of this package",
     "adapters/spec_plugin_openrlhf/checkpoints.py: latest": "written by the trainer's own process",
 }
@@ -57,7 +57,9 @@ def test_who_reads_a_file_that_others_wrote_does_it_by_one_of_two_readers() -> N
         if (name := file.relative_to(ROOT).as_posix()) not in READERS
         for function in opening(parsed(file.read_text()))
     }
-    assert found == set(OWN), "read it by spec_plugin.outside.text_of or draft_training.files, or say here whose it is"
+    assert found == set(OWN), (
+        "read it by spec_plugin.plan.text_files.text_of or draft_training.files, or say here whose it is"
+    )
 
 
 def test_the_rule_sees_what_it_is_for() -> None:

@@ -7,7 +7,7 @@ from builders.paths import ROOT
 from builders.session import session_with, step
 
 from spec_plugin import __version__
-from spec_plugin.config import options_table
+from spec_plugin.api.config import options_table
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 NAMES = (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from builders.paths import TESTS
 
-from spec_plugin.sources import parsed
+from spec_plugin.plan.sources import parsed
 
 UNIT = TESTS / "unit"
 #: what changes a list in place

@@ -21,9 +21,9 @@ from draft_training import folders as locks
 from draft_training import kind_of
 from draft_training.checkpoint import replacing_folder, settled_folder, write_tensors
 from draft_training.draft import DraftKind
-from spec_plugin import folders
-from spec_plugin.builtin.methods import served
-from spec_plugin.folders import own_folder, place_for, sweep_own
+from spec_plugin.methods import served
+from spec_plugin.plan import own_folders as folders
+from spec_plugin.plan.own_folders import own_folder, place_for, sweep_own
 
 
 @pytest.fixture(autouse=True)

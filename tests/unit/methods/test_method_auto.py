@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from draft_training.mtp import MtpShape
 from draft_training.mtp_module import MtpKind
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.builtin.methods import suffix
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.method import Method
-from spec_plugin.rollouts import Rollout
-from spec_plugin.session import SpecSession, method_of
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method
+from spec_plugin.api.rollouts import Rollout
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession, method_of
+from spec_plugin.methods import suffix
 
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from builders.training import TARGET
 
 from spec_plugin import SpecConfig
-from spec_plugin.builtin.methods.eagle3 import Eagle3Method
+from spec_plugin.methods.eagle3 import Eagle3Method
 
 
 def test_law_7_a_newborn_draft_waits_until_it_was_trained():

@@ -14,13 +14,14 @@ from builders.frozen import DRAFTS, HF, config_of, tensors_of
 from safetensors.torch import save_file
 
 from draft_training.weights import refuse_broken_mask
-from spec_plugin import SpecConfig, SpecConfigError, model_runner
-from spec_plugin.builtin.break_even.controller import BreakEvenController
+from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.api.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
+from spec_plugin.api.method import Method
 from spec_plugin.engine.lossless import check_speculative_config
-from spec_plugin.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.method import Method
-from spec_plugin.session import method_of
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import method_of
+from spec_plugin.plan import model_runner
+from spec_plugin.policy.break_even.controller import BreakEvenController
 
 
 def draft(folder: Path, kind: str, layers: int = 1, **changes: Any) -> str:

@@ -15,10 +15,10 @@ from draft_training.batch import pack
 from draft_training.mtp import MtpShape
 from draft_training.mtp_module import MtpKind
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.builtin.methods.mtp import MtpMethod
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method
 from spec_plugin.engine.lossless import check_speculative_config
-from spec_plugin.events import TargetInfo
-from spec_plugin.method import Method
+from spec_plugin.methods.mtp import MtpMethod
 
 HF = {
     "architectures": ["MiMoForCausalLM"],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from spec_plugin import SpecConfig, SpecConfigError
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.engine.lossless import check_speculative_config
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method
+from spec_plugin.lifecycle.manager import built_in_method
 
 TARGET = TargetInfo(path="/nowhere", hf_config={"model_type": "anything"}, dtype="float32", max_num_seqs=8)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from spec_plugin.builtin.methods import tables
-from spec_plugin.config import SpecConfig
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.engine.lossless import check_speculative_config
-from spec_plugin.events import TargetInfo
+from spec_plugin.methods import tables
 
 FIELD = """
 class SpeculativeConfig:

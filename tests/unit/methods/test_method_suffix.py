@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.builtin.break_even.controller import BreakEvenController
-from spec_plugin.builtin.methods import suffix
-from spec_plugin.builtin.methods.suffix import SuffixMethod
+from spec_plugin.api.events import RolloutStats, TargetInfo
+from spec_plugin.api.method import Method
+from spec_plugin.api.rollouts import Rollout
 from spec_plugin.engine.lossless import check_speculative_config
-from spec_plugin.events import RolloutStats, TargetInfo
-from spec_plugin.method import Method
-from spec_plugin.rollouts import Rollout
+from spec_plugin.methods import suffix
+from spec_plugin.methods.suffix import SuffixMethod
+from spec_plugin.policy.break_even.controller import BreakEvenController
 
 TARGET = TargetInfo("m", {"vocab_size": 64}, "float32", max_num_seqs=16)
 needs_package = pytest.mark.skipif(
@@ -122,7 +122,7 @@ def test_what_drafting_would_have_accepted_is_what_the_controller_expects() -> N
 
 
 def trees(most: int = 10_000, width: int = 4) -> Any:
-    from spec_plugin.engine.suffix.trees import PromptTrees
+    from spec_plugin.engine.vllm.suffix.trees import PromptTrees
 
     return PromptTrees(depth=24, width=width, most_tokens=most)
 
@@ -226,8 +226,8 @@ def test_no_more_is_handed_on_than_is_kept() -> None:
 def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.spec_decode import suffix_decoding
 
-    from spec_plugin.engine.suffix.proposer import prepare
-    from spec_plugin.errors import PatchError
+    from spec_plugin.api.errors import PatchError
+    from spec_plugin.engine.vllm.suffix.proposer import prepare
 
     class Another:
         def __init__(self, vllm_config: Any) -> None:

@@ -12,8 +12,8 @@ from spec_plugin_conformance.tiny import tiny_config
 
 from draft_training import DraftTrainer, TrainSettings, digest, load_draft
 from draft_training.config import DraftConfig
-from spec_plugin.builtin.methods import served
-from spec_plugin.builtin.methods.served import served_folder
+from spec_plugin.methods import served
+from spec_plugin.methods.served import served_folder
 
 TARGET = tiny_config().to_dict()
 

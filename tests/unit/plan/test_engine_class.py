@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from spec_plugin import completable
-from spec_plugin import engine_class as module
-from spec_plugin.completable import COMPLETABLE
-from spec_plugin.engine_class import EngineClass, architectures, engine_class, unreadable
-from spec_plugin.sources import source_of
+from spec_plugin.plan import completable
+from spec_plugin.plan import engine_class as module
+from spec_plugin.plan.completable import COMPLETABLE
+from spec_plugin.plan.engine_class import EngineClass, architectures, engine_class, unreadable
+from spec_plugin.plan.sources import source_of
 
 #: as `supports_eagle3` of vLLM 0.29 answers, by the way that a class comes by it
 TAKES = {

@@ -18,9 +18,9 @@ from draft_training import DraftTrainer, TrainSettings
 from draft_training.config import DraftConfig
 from draft_training.eagle3 import save_draft
 from spec_plugin import SpecConfig, SpecConfigError
-from spec_plugin.events import TargetInfo
-from spec_plugin.hub import DraftNotHereError, draft_folder, known_draft
-from spec_plugin.manager import built_in_method
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.lifecycle.manager import built_in_method
+from spec_plugin.plan.hub import DraftNotHereError, draft_folder, known_draft
 
 TARGET = TargetInfo("m", HF, "float32", max_num_seqs=8)
 QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from spec_plugin.sources import parsed
+from spec_plugin.plan.sources import parsed
 
 TEXT = "\n".join(f"x{i} = [{i}, (a + b) * c, f(lambda y: y)]" for i in range(300))
 

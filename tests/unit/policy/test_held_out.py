@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_plugin.builtin.held_out import FIRST, LEAST, MOST, SHARE, HeldOut
+from spec_plugin.policy.held_out import FIRST, LEAST, MOST, SHARE, HeldOut
 
 
 class Dear:

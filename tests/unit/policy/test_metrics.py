@@ -7,8 +7,8 @@ import torch
 from builders.paths import ROOT
 from spec_plugin_conformance.metrics import SCHEMA, describe
 
-from spec_plugin.builtin.metrics import MetricsSink
-from spec_plugin.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
+from spec_plugin.api.events import DraftRefresh, HiddenStates, RefreshReport, RolloutStats
+from spec_plugin.policy.metrics import MetricsSink
 
 
 def harvested(tokens: int, milliseconds: float) -> HiddenStates:

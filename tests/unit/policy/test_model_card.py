@@ -8,9 +8,9 @@ import pytest
 import torch
 from builders.training import hidden, plugin, sync
 
-from spec_plugin.builtin.model_card import ModelCard
 from spec_plugin.commands.train.run import _command
 from spec_plugin.commands.train.settings import PretrainSettings
+from spec_plugin.policy.model_card import ModelCard
 
 
 def test_it_says_what_for_how_well_from_what_and_how_it_is_served(tmp_path):

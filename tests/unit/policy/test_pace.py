@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from spec_plugin.builtin.pace import LEAST, WINDOW, Pace
+from spec_plugin.policy.pace import LEAST, WINDOW, Pace
 
 NOISE = 0.02
 

@@ -12,9 +12,9 @@ from builders.training import HF, TARGET, V, hidden, plugin, sync
 
 from draft_training import DraftTrainer, HiddenBuffer, TrainSettings, fingerprint
 from spec_plugin import SpecConfig, SpecConfigError, SpecPluginError
-from spec_plugin.builtin.methods.eagle3 import Eagle3Method
-from spec_plugin.builtin.trainer import DraftTraining
-from spec_plugin.events import TargetInfo, WeightSync
+from spec_plugin.api.events import TargetInfo, WeightSync
+from spec_plugin.methods.eagle3 import Eagle3Method
+from spec_plugin.policy.online_training import DraftTraining
 
 
 def test_a_draft_is_born_trained_and_offered_at_the_next_sync() -> None:

@@ -9,7 +9,7 @@ import torch
 from builders import training
 
 from draft_training import digest, fingerprint
-from spec_plugin.events import HiddenStates
+from spec_plugin.api.events import HiddenStates
 
 
 @pytest.mark.parametrize(("audit", "told"), [(False, fingerprint), (True, digest)])

@@ -12,7 +12,7 @@ from spec_plugin_projection.hardware import CARDS
 from spec_plugin_projection.roofline import Deployment, Roofline
 from spec_plugin_projection.shapes import MODELS
 
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
 from spec_plugin.step_cost.chances import tokens_per_step
 from spec_plugin.step_cost.model import CostModel
 

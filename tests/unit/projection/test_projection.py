@@ -30,8 +30,8 @@ from spec_plugin_projection.shapes import MODELS, find_model, shape_of
 from spec_plugin_projection.stages import Stages, exposed_seconds, step_seconds, trainer_seconds
 
 from draft_training import DraftConfig
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import StepTiming
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import StepTiming
 from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
 
 TYPICAL = Constants.typical()

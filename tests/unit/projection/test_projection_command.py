@@ -11,10 +11,10 @@ from builders.paths import ROOT
 from click.testing import CliRunner
 from spec_plugin_projection.evidence import read_calibration, read_run
 
-from spec_plugin.builtin.break_even.controller import BreakEvenController
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import SelfTestReport, StepTiming
 from spec_plugin.commands.cli import main
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import SelfTestReport, StepTiming
+from spec_plugin.policy.break_even.controller import BreakEvenController
 
 ASKED = ["project", "--model", "Qwen3-8B", "--card", "H100", "--gpus", "8", "--batch", "128", "--mean", "1500"]
 

@@ -10,10 +10,10 @@ from builders.batches import span_of, whole_batch, witness_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_plugin.builtin.provenance import by_lag
-from spec_plugin.events import LogprobBatch
-from spec_plugin.spans import Span, Spans, fingerprints
-from spec_plugin.witness import witnessed
+from spec_plugin.api.events import LogprobBatch
+from spec_plugin.api.spans import Span, Spans, fingerprints
+from spec_plugin.api.witness import witnessed
+from spec_plugin.policy.provenance import by_lag
 
 SEEDS = st.integers(0, 2**32)
 

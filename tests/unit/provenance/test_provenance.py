@@ -10,8 +10,8 @@ from builders.provenance import VERSION, at, guard, heavy_tailed, plain, refusal
 from torch import Tensor
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.builtin.provenance import ProvenanceGuard
-from spec_plugin.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo
+from spec_plugin.policy.provenance import ProvenanceGuard
 
 B, T, V = 16, 24, 40
 

@@ -9,9 +9,9 @@ import torch
 from builders.batches import with_drafts
 from builders.provenance import guard, heavy_tailed, refusal, simulated
 
-from spec_plugin.builtin.provenance import by_lag
-from spec_plugin.errors import LogprobProvenanceError
-from spec_plugin.events import Drafts, LogprobBatch, disputed
+from spec_plugin.api.errors import LogprobProvenanceError
+from spec_plugin.api.events import Drafts, LogprobBatch, disputed
+from spec_plugin.policy.provenance import by_lag
 
 SEQUENCES, TOKENS = 64, 200
 CUT = 120  # tokens that were sampled before the weight sync

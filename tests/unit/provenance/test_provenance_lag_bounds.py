@@ -8,9 +8,9 @@ import pytest
 import torch
 from builders.batches import batch_of
 
-from spec_plugin.builtin.provenance.exact import by_lag
-from spec_plugin.builtin.provenance.reference import Reference
-from spec_plugin.builtin.provenance.rules import Precision
+from spec_plugin.policy.provenance.exact import by_lag
+from spec_plugin.policy.provenance.reference import Reference
+from spec_plugin.policy.provenance.rules import Precision
 
 
 @pytest.mark.parametrize("lags", [False, True])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from spec_plugin import SpecConfig
-from spec_plugin.builtin.provenance import ProvenanceGuard
-from spec_plugin.builtin.provenance.exceedance import exceedance_test
-from spec_plugin.builtin.provenance.reference import KEPT, Reference
-from spec_plugin.builtin.provenance.rules import MAX_PLAUSIBLE, PHASES, Precision
-from spec_plugin.builtin.provenance.windows import Windows
-from spec_plugin.events import TargetInfo
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.policy.provenance import ProvenanceGuard
+from spec_plugin.policy.provenance.exceedance import exceedance_test
+from spec_plugin.policy.provenance.reference import KEPT, Reference
+from spec_plugin.policy.provenance.rules import MAX_PLAUSIBLE, PHASES, Precision
+from spec_plugin.policy.provenance.windows import Windows
 
 
 def reference(dtype: str) -> Reference:

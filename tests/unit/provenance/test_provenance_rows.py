@@ -11,10 +11,10 @@ from simulators import wrong_rows
 from simulators.wrong_rows import ROWS, TOKENS
 
 from spec_plugin import LogprobProvenanceError
-from spec_plugin.builtin.provenance import ProvenanceGuard, rules
-from spec_plugin.builtin.provenance.rows import RowEvidence, row_scores
-from spec_plugin.builtin.provenance.rules import Precision
-from spec_plugin.events import LogprobBatch
+from spec_plugin.api.events import LogprobBatch
+from spec_plugin.policy.provenance import ProvenanceGuard, rules
+from spec_plugin.policy.provenance.rows import RowEvidence, row_scores
+from spec_plugin.policy.provenance.rules import Precision
 
 
 def batch(seed: int, wrong: int = 0, nats: float = 0.05, version: int = VERSION) -> LogprobBatch:

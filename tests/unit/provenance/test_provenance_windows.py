@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from spec_plugin.builtin.provenance.exceedance import binomial_p, exceedance_p, exceedance_test, share_test
-from spec_plugin.builtin.provenance.windows import Windows, difference_metrics, median, sequence_means, windows
+from spec_plugin.policy.provenance.exceedance import binomial_p, exceedance_p, exceedance_test, share_test
+from spec_plugin.policy.provenance.windows import Windows, difference_metrics, median, sequence_means, windows
 
 
 def test_exceedances_are_exact_by_brute_force_over_all_orders():

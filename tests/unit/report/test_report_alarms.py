@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from spec_plugin.api.speculation import Reason, as_metrics
 from spec_plugin.commands.report.changes import shifts_of
 from spec_plugin.commands.report.findings import RunFinding, findings_of
 from spec_plugin.commands.report.run import LoggedRun, Series
-from spec_plugin.speculation import Reason, as_metrics
 
 RUNS = 200
 

@@ -8,13 +8,13 @@ from builders.report import DATA, made
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spec_plugin.api.speculation import Reason, Speculation, as_metrics
 from spec_plugin.commands.report.build import compare, make_report
 from spec_plugin.commands.report.changes import shifts_of
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.read import ReportError
 from spec_plugin.commands.report.run import LoggedRun, Series, Spread, work_of
 from spec_plugin.commands.report.states import spans_of
-from spec_plugin.speculation import Reason, Speculation, as_metrics
 
 
 def real(folder: str) -> LoggedRun:

@@ -1,7 +1,7 @@
 """What follows from a self-test: a fault stops the run, want of time only costs speculation."""
 
+from spec_plugin.api.events import Check, SelfTestReport, StepTiming
 from spec_plugin.engine.selftest.verdicts import counts_check
-from spec_plugin.events import Check, SelfTestReport, StepTiming
 
 FINE = Check("greedy", True, "8/8")
 LATE = Check("samples", False, "not finished", out_of_time=True)

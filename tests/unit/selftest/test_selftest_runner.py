@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from spec_plugin.api.events import Check, SelfTestReport
 from spec_plugin.engine.selftest import test as selftest
 from spec_plugin.engine.selftest.plan import SelfTestPlan
-from spec_plugin.events import Check, SelfTestReport
 
 PLAN: dict[str, Any] = {
     "prompts": [[1, 2]],

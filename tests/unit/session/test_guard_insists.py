@@ -11,9 +11,9 @@ from builders.batches import batch_of, stated_of
 from builders.training import TARGET
 
 from spec_plugin import LogprobProvenanceError, SpecConfig, SpecConfigError, hookimpl
-from spec_plugin.events import Drafts
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import Drafts
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
 
 
 class Swallowing:

@@ -34,7 +34,7 @@ from builders.law6_faults import (
 )
 
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfigError, hookimpl
-from spec_plugin.actor import control as control_module
+from spec_plugin.trainer import rollout_control as control_module
 
 #: call -> what must happen after an answer of a wrong type, None, and one with NaN in it
 TABLE: dict[str, tuple[str, str, str]] = {
@@ -137,8 +137,8 @@ def test_law_6_each_failure_of_each_call_does_what_the_table_says(fault, must, o
 
 
 def test_the_table_names_every_hook_and_every_call_of_the_link():
-    from spec_plugin import hookspecs
-    from spec_plugin.method import Memory
+    from spec_plugin.api import hookspecs
+    from spec_plugin.api.method import Memory
 
     hooks = {name for name in vars(hookspecs) if name.startswith("spec_")}
     calls = {f"link.{name}" for name in LINK_CALLS}

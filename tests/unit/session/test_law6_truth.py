@@ -17,11 +17,11 @@ from builders.law6_faults import TIME_OUT, Drafter, FakeLink, Fault, make, steps
 from builders.training import TARGET, sync
 
 from spec_plugin import SpecConfig, hookimpl
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
-from spec_plugin.spans import Span
+from spec_plugin.api.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule
+from spec_plugin.api.spans import Span
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 @pytest.fixture

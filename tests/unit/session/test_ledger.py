@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from builders.steps import mixed_steps
 
-from spec_plugin import ledger as module
-from spec_plugin.events import RolloutStats, StepTiming
-from spec_plugin.ledger import _DOUBT, Ledger
+from spec_plugin.api.events import RolloutStats, StepTiming
+from spec_plugin.lifecycle import ledger as module
+from spec_plugin.lifecycle.ledger import _DOUBT, Ledger
 
 
 class Clock:

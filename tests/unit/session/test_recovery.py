@@ -13,10 +13,10 @@ from builders.recovery import Run
 from builders.training import TARGET, hidden, sync
 
 from spec_plugin import LosslessError, SpecConfig, hookimpl
-from spec_plugin.actor.control import RolloutControl
-from spec_plugin.events import Check, SelfTestReport
-from spec_plugin.recovery import FIRST, Recovery
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import Check, SelfTestReport
+from spec_plugin.lifecycle.recovery import FIRST, Recovery
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 def test_trouble_that_is_over_heals_with_a_plain_phase_a_refresh_and_a_self_test(caplog):

@@ -14,15 +14,15 @@ from spec_plugin import (
     SpecConfigError,
     hookimpl,
 )
-from spec_plugin.actor.links import merge_stats
-from spec_plugin.errors import PatchError
-from spec_plugin.events import (
+from spec_plugin.api.errors import PatchError
+from spec_plugin.api.events import (
     Drafts,
     RolloutStats,
     WeightSync,
 )
-from spec_plugin.method import Method
-from spec_plugin.speculation import Reason
+from spec_plugin.api.method import Method
+from spec_plugin.api.speculation import Reason
+from spec_plugin.trainer.links import merge_stats
 
 GUARDED = (
     "spec_engine_ready",

@@ -13,8 +13,8 @@ from builders.recovery import Run
 from builders.session import TARGET, raising, session_with
 
 from spec_plugin import SpecConfig, hookimpl
-from spec_plugin.events import EngineSchedule, RolloutStats, Schedule, StepPair
-from spec_plugin.speculation import Reason, Speculation, in_force, in_words, state_of, table_metrics
+from spec_plugin.api.events import EngineSchedule, RolloutStats, Schedule, StepPair
+from spec_plugin.api.speculation import Reason, Speculation, in_force, in_words, state_of, table_metrics
 
 S, R = Speculation, Reason
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from builders.steps import mixed_steps
 
-from spec_plugin.builtin.break_even import plan
-from spec_plugin.engine.schedule.steps import Kind, StepLog, _Open
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
+from spec_plugin.engine.vllm.schedule.steps import Kind, StepLog, _Open
+from spec_plugin.policy.break_even import plan
 from spec_plugin.step_cost.bands import Seen, band_of, middle, together
 from spec_plugin.step_cost.model import CostModel
 

@@ -8,7 +8,7 @@ import pytest
 from builders.cost import compute_bound, memory_bound, model, timings
 
 from examples.bench.control import closed_form_speedup
-from spec_plugin.events import StepTiming
+from spec_plugin.api.events import StepTiming
 from spec_plugin.step_cost.chances import conditional_acceptance, constant_acceptance, tokens_per_step
 from spec_plugin.step_cost.model import CostModel
 

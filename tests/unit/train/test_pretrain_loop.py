@@ -9,12 +9,12 @@ import torch
 from spec_plugin_conformance.tiny import make_target
 
 from draft_training import digest, load_draft
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import TargetInfo
 from spec_plugin.commands.train import PretrainSettings, loop, run
 from spec_plugin.commands.train.texts import TokenizedRollout
-from spec_plugin.config import SpecConfig
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import built_in_method
+from spec_plugin.lifecycle.manager import built_in_method
 
 STEPS = 40
 

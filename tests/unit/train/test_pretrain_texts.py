@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from spec_plugin_conformance.tiny import byte_tokenizer
 
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands.train import PretrainSettings, pretrain
 from spec_plugin.commands.train.texts import read_prompts, read_rollouts
-from spec_plugin.engine.offline import lines_of
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.engine.vllm.offline import lines_of
 
 
 @pytest.fixture(scope="module")

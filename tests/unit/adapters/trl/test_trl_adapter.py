@@ -13,10 +13,10 @@ import pytest
 from spec_plugin_trl import check as check_module
 from spec_plugin_trl import flag, options
 
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands.forecast import judge
 from spec_plugin.commands.judgement import find_model
-from spec_plugin.errors import SpecConfigError
-from spec_plugin.run_plan import Model, RunPlan
+from spec_plugin.plan.run_plan import Model, RunPlan
 
 ON = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": True}
 
@@ -60,7 +60,7 @@ def test_options_of_the_script_take_the_place_of_those_of_the_variable(monkeypat
 def test_every_option_is_in_the_dataclass_for_trls_parser() -> None:
     from spec_plugin_trl import SpecArguments
 
-    from spec_plugin.config import SpecConfig
+    from spec_plugin.api.config import SpecConfig
 
     named = {field.name for field in dataclasses.fields(SpecArguments)}
     assert named == {"spec", *(f"spec_{name}" for name in SpecConfig.model_fields)}

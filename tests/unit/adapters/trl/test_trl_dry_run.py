@@ -12,7 +12,7 @@ import pytest
 from spec_plugin_trl import options
 from spec_plugin_trl.check import check
 
-from spec_plugin.run_plan import Model, RunPlan
+from spec_plugin.plan.run_plan import Model, RunPlan
 
 # A stand-in for TRL, which a dry run imports from the folder that it is started in
 FAKE_TRL = """

@@ -21,7 +21,7 @@ from spec_plugin_verl_check import compose, options
 
 from spec_plugin import SpecConfigError
 from spec_plugin.commands.check import judge_run
-from spec_plugin.run_plan import Model
+from spec_plugin.plan.run_plan import Model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,8 +55,8 @@ SCRIPT = """
         if entry_point.name.startswith("spec_plugin"):
             entry_point.load()()
     ours += [n for n in sys.modules if n.startswith(("spec_plugin.engine", "draft_training")) or n == "spec_plugin_verl"]
-    rooms = ("session", "manager", "builtin.registry", "commands.cli", "engine.repairs.on_cpu", "engine.extension",
-             "engine.schedule.scheduler", "engine.selftest.test", "engine.lossless")
+    rooms = ("lifecycle.session", "lifecycle.manager", "lifecycle.registry", "commands.cli", "engine.vllm.repairs.on_cpu",
+             "engine.vllm.extension", "engine.vllm.schedule.scheduler", "engine.selftest.test", "engine.lossless")
     for module in ("spec_plugin", *(f"spec_plugin.{room}" for room in rooms)):
         importlib.import_module(module)
     after = snapshot()
@@ -114,7 +114,7 @@ def test_law_1_verls_cpu_switches_are_not_the_flag(warm_run):
 def test_law_1_the_core_imports_no_trainer_no_engine_and_no_torch_by_itself():
     output = run("""
         import sys
-        import spec_plugin, spec_plugin.commands.cli, spec_plugin.manager
+        import spec_plugin, spec_plugin.commands.cli, spec_plugin.lifecycle.manager
         print([m for m in ("torch", "vllm", "verl", "ray", "spec_plugin_verl") if m in sys.modules])
     """)
     assert output.strip() == "[]"

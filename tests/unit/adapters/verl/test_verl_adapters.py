@@ -15,8 +15,8 @@ pytest.importorskip("verl")
 from spec_plugin_verl.weights import PolicyStream, base_on_disk
 from spec_plugin_verl_cpu.mappers import unstacked
 
-from spec_plugin.errors import SpecPluginError
-from spec_plugin.events import TargetInfo, WeightSync
+from spec_plugin.api.errors import SpecPluginError
+from spec_plugin.api.events import TargetInfo, WeightSync
 
 HF = {"vocab_size": 6, "hidden_size": 4}
 EMBED, HEAD = torch.randn(6, 4), torch.randn(6, 4)

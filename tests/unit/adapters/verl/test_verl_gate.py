@@ -14,8 +14,8 @@ from spec_plugin_verl.gate import Gate
 from verl.workers.rollout.replica import RolloutMode
 
 from spec_plugin import LosslessError, SpecConfig, SpecConfigError
-from spec_plugin.events import EngineSchedule, Schedule, SelfTestReport
-from spec_plugin.sources import source_of
+from spec_plugin.api.events import EngineSchedule, Schedule, SelfTestReport
+from spec_plugin.plan.sources import source_of
 
 
 class Front:

@@ -17,9 +17,9 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from spec_plugin import SpecConfig
-from spec_plugin.actor.run import SpecRun
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.spec_run import SpecRun
 
 
 class Stock:

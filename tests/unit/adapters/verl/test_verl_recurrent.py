@@ -8,7 +8,7 @@ import pytest
 from spec_plugin_openrlhf.options import of_states
 from spec_plugin_verl_check import recurrent
 
-from spec_plugin.config import SpecConfig
+from spec_plugin.api.config import SpecConfig
 
 NEXT: dict[str, Any] = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
 SEEING: dict[str, Any] = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}

@@ -14,10 +14,10 @@ from spec_plugin_verl.standalone import Standalone
 from spec_plugin_verl.weights import PolicyTap
 
 from spec_plugin import LosslessError, SpecConfig
-from spec_plugin.actor.run import SpecRun
-from spec_plugin.events import EngineSchedule, Schedule
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
+from spec_plugin.api.events import EngineSchedule, Schedule
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.spec_run import SpecRun
 
 DRAFTS, NOTHING = (Schedule((0,) + (k,) * TARGET.max_num_seqs) for k in (3, 0))
 

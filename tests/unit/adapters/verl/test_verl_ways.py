@@ -18,11 +18,11 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.actor.run import SpecRun
-from spec_plugin.events import TargetInfo
-from spec_plugin.manager import create_manager
-from spec_plugin.session import SpecSession
-from spec_plugin.spans import Spans
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.spans import Spans
+from spec_plugin.lifecycle.manager import create_manager
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.spec_run import SpecRun
 
 #: where the control group's stretch lies in a response
 STRETCH = slice(20, 84)

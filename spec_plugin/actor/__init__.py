@@ -1,1 +1,0 @@
-"""The actor process: what an adapter does around each rollout phase, links to the engines, and the harvest."""

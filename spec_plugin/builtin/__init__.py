@@ -1,1 +1,0 @@
-"""The built-in plugins: drafting methods, draft trainer, provenance guard, break-even controller, metrics."""

@@ -1,0 +1,198 @@
+"""Drafts by name: a model of the Hugging Face hub, a folder, or the one that is known for a policy (``spec.draft``).
+
+Only config files, safetensors and DFlash's one vector are fetched, and what the configs name as code is left out: nothing of a
+draft is code that runs here (law 8). The hub's own environment variables hold: ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``,
+``HF_ENDPOINT``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from draft_training.errors import CheckpointError
+from draft_training.files import MASK_EMBEDDING, configs_with_code
+from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.plan.own_folders import disk, own_folder
+
+logger = logging.getLogger(__name__)
+
+#: the value of ``spec.draft`` that asks for the draft of the table
+KNOWN = "known"
+_TABLE = Path(__file__).with_name("known_drafts.json")
+_FILES = ("*.json", "*.safetensors", MASK_EMBEDDING)
+#: owner/name, and a branch, tag or commit
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+
+
+class DraftNotHereError(SpecConfigError):
+    """A draft of the hub that is not on this machine, and was not to be fetched."""
+
+
+@dataclass(frozen=True)
+class KnownDraft:
+    """A public draft that vLLM loads, as of ``as_of``; nobody has run it here."""
+
+    target: str  # of the hub
+    draft: str  # of the hub
+    kind: str
+    layout: str  # of its files
+    licence: str
+    as_of: str  # date of the table
+    same_name: bool  # is the policy called like the target, or only of its shape
+
+    @property
+    def sentence(self) -> str:
+        """For a user who has not asked for it."""
+        of = f"for {self.target}" if self.same_name else f"for {self.target}, whose shape this policy has,"
+        return (
+            f"{of} there is a public draft: spec.draft={self.draft} ({self.kind} in {self.layout}' layout, licence: "
+            f"{self.licence}; table of {self.as_of}), which spec.draft={KNOWN} takes, too. It is served from the first step, and "
+            "trained along the run"
+        )
+
+
+def known_draft(target: TargetInfo) -> KnownDraft | None:
+    """The draft that the table has for a policy, by its name or else by its shape; None: none.
+
+    A policy of another size than the model that it is called like is not that model.
+    """
+    table = _table()
+    fitting = [row for row in table["drafts"] if _fits(row["shape"], target.hf_config)]
+    named = [row for row in fitting if _is_called(target.path, row["target"])]
+    for same_name, rows in ((True, named), (False, fitting)):
+        if rows:
+            row = {key: value for key, value in rows[0].items() if key != "shape"}
+            return KnownDraft(**row, as_of=table["as_of"], same_name=same_name)
+    return None
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    table: dict[str, Any] = json.loads(_TABLE.read_text())
+    return table
+
+
+def _fits(shape: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    return all(config.get(name) == value for name, value in shape.items())
+
+
+def _is_called(path: str, name: str) -> bool:
+    """Is this path that of a hub's model, as a name, in the hub's cache, or as somebody's folder of its last name."""
+    owner, _, last = name.lower().partition("/")
+    parts = Path(path.lower()).parts
+    return path.lower() == name.lower() or f"models--{owner}--{last}" in parts or parts[-1:] == (last,)
+
+
+def draft_folder(draft: str, target: TargetInfo, fetch: bool) -> str:
+    """The folder of a draft; one of the hub comes into the hub's own cache.
+
+    Args:
+        draft: ``spec.draft``: a folder, ``owner/name`` or ``owner/name@revision`` of the hub, or ``known``.
+        target: the policy.
+        fetch: what is not here.
+
+    Returns:
+        ``draft`` itself where it is a folder, or looks like one that is not there: of that its reader says so.
+
+    Raises:
+        DraftNotHereError: if it is not here and not to be fetched.
+        SpecConfigError: if the hub does not give it, it has no safetensors, or none is known for this policy.
+    """
+    try:
+        folder = Path(draft).expanduser()
+        if folder.exists():
+            return str(folder) if draft.startswith("~") else draft
+    except (OSError, RuntimeError) as error:  # of a name that no path can be, or of a user who is not there
+        raise SpecConfigError(f"spec.draft={draft!r} is no path: {error}") from error
+    if draft == KNOWN:
+        known = known_draft(target)
+        if known is None:
+            names = ", ".join(row["target"] for row in _table()["drafts"])
+            raise SpecConfigError(
+                f"spec.draft={KNOWN}: no public draft is known for the policy {target.path} (table of {_table()['as_of']}: "
+                f"{names}); name one as spec.draft=OWNER/NAME, or leave spec.draft out: a new one is trained along the run"
+            )
+        draft = known.draft
+    name = _NAME.fullmatch(draft)
+    return draft if name is None else _of_hub(draft, name["repo"], name["revision"], fetch)
+
+
+def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    said = f"spec.draft={draft!r}: no folder of that name is here, and the hub's model {repo}"
+    try:
+        folder = Path(
+            snapshot_download(repo, revision=revision, allow_patterns=list(_FILES), local_files_only=not fetch)
+        )
+    except LocalEntryNotFoundError as error:
+        if not fetch:
+            raise DraftNotHereError(f"{said} is not in this machine's cache: the run fetches it") from None
+        raise SpecConfigError(
+            f"{said} is neither in this machine's cache nor could it be fetched (offline mode, or no "
+            f"network): run `hf download {repo}` where there is a network, or give a folder"
+        ) from error
+    except GatedRepoError as error:
+        raise SpecConfigError(f"{said} asks for consent: accept its terms on the hub, and log in") from error
+    except RevisionNotFoundError as error:
+        raise SpecConfigError(f"{said} has no revision {revision}; leave @{revision} out for the newest") from error
+    except RepositoryNotFoundError as error:
+        raise SpecConfigError(
+            f"{said} is not there, or you may not see it: correct the name, or log in if it is private"
+        ) from error
+    except Exception as error:
+        # of the network, whatever the hub's client makes of it; its text may hold a mirror's password
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        what = type(error).__name__ + (f", status {status}" if status is not None else "")
+        raise SpecConfigError(f"{said} could not be fetched: {what}") from None
+    if not any(folder.glob("*.safetensors")):
+        if not fetch:
+            raise DraftNotHereError(f"{said} is in this machine's cache only in part: the run fetches the rest")
+        raise SpecConfigError(
+            f"{said} has no *.safetensors: weights in other formats are not loaded, they could run code"
+        )
+    if revision is None:
+        logger.info(
+            "spec-plugin: the draft %s is %s@%s: name it so, and each node and each start takes the same",
+            *(draft, repo, folder.name),
+        )
+    return str(folder_without_code(folder))
+
+
+@cache
+def folder_without_code(folder: Path) -> Path:
+    """The folder, or where its configs name code a copy for this process, in which they do not.
+
+    What speculators writes names a class of its own for transformers, which neither vLLM nor we need.
+    """
+    try:
+        clean = configs_with_code(folder)
+    except CheckpointError:  # its reader says so, in its own words
+        return folder
+    if not clean:
+        return folder
+    until_the_end = ExitStack()
+    atexit.register(until_the_end.close)
+    copy = until_the_end.enter_context(own_folder(disk()))
+    for file in folder.iterdir():
+        if file.name in clean:
+            (copy / file.name).write_text(json.dumps(clean[file.name], indent=1), encoding="utf-8")
+        else:
+            (copy / file.name).symlink_to(file.resolve())
+    return copy

@@ -1,0 +1,170 @@
+"""Which of vLLM's two model runners serves an engine: read in the installed vLLM's sources, never by its version.
+
+V2 is vLLM's choice wherever it can serve; what it does not serve falls back to V1, for which a log line is all that vLLM says.
+There a k that changes makes CUDA graphs piecewise. ``VLLM_USE_V2_MODEL_RUNNER=1`` makes vLLM refuse instead of falling back.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from spec_plugin.plan.sources import folder_of, parsed, source_of
+
+SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+#: vLLM's V2 model runner loads drafts here: DFlash's, and all others
+_V2_DFLASH_LOADER = ("v1/worker/gpu/spec_decode/dflash/utils.py", "load_dflash_model")
+_V2_LOADER = ("v1/worker/gpu/spec_decode/eagle/utils.py", "load_eagle_model")
+#: and here vLLM lists what V2 does not serve
+_V2_GATE = ("config/vllm.py", "_get_v2_model_runner_unsupported_features")
+_OWN_PARALLEL = ("dflash", "dspark")  # their speculators on V2 draft all tokens in one pass
+#: what each of our methods asks of vLLM
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "eagle3": {"method": "eagle3"},
+    "mtp": {"method": "mtp"},
+    "draft_model": {"method": "draft_model"},
+    "suffix": {"method": "suffix"},
+    "ngram": {"method": "ngram"},
+    "frozen: EAGLE-1 and EAGLE-3": {"method": "eagle"},
+    "frozen: DFlash": {"method": "dflash", "parallel_drafting": True},
+    "frozen: P-EAGLE": {"method": "eagle3", "parallel_drafting": True},
+    "frozen: a causal LM": {"method": "draft_model"},
+}
+A_TRAINED_DRAFT = METHODS["eagle3"]  # where any of them stands for all that train one
+
+
+@dataclass(frozen=True)
+class Runner:
+    """That of an engine."""
+
+    v2: bool
+    why: str
+    refused: bool = False  # vLLM would not start
+
+    @property
+    def words(self) -> str:
+        """As ``spec-plugin check`` says it."""
+        if self.refused:
+            return f"none, vLLM will refuse to start: {self.why}"
+        return f"{'V2' if self.v2 else 'V1'}: {self.why}"
+
+
+def runner_of(settings: Mapping[str, Any], device_type: str) -> Runner:
+    """The runner that this engine gets, as far as its speculation decides that.
+
+    Args:
+        settings: its ``speculative_config``; ``method`` and ``parallel_drafting`` are looked at.
+        device_type: "cpu" or "cuda".
+    """
+    asked = os.environ.get(SWITCH)
+    if asked == "0":
+        return Runner(False, f"{SWITCH}=0")
+    lacks = _lacking(settings)
+    if asked:
+        return (
+            Runner(True, f"{SWITCH}={asked}, and V2 lacks {lacks}", refused=True)
+            if lacks
+            else Runner(True, f"{SWITCH}={asked}")
+        )
+    if not _has_triton(device_type):
+        return Runner(False, "V2 needs Triton" + " with a backend for CPUs" * (device_type == "cpu"))
+    if lacks:
+        return Runner(False, f"V2 of this vLLM lacks {lacks}")
+    return Runner(True, "vLLM's own choice")
+
+
+def _lacking(settings: Mapping[str, Any]) -> str:
+    """What this vLLM's V2 runner does not have for this engine; empty: nothing that its sources tell."""
+    if not v2_takes_every_k():
+        return "a k that changes while it runs"
+    method, served = settings.get("method"), v2_methods()
+    if served and method not in served:
+        return f"the method {method}"
+    if (
+        settings.get("parallel_drafting")
+        and method not in _OWN_PARALLEL
+        and "parallel_drafting" in _function(*_V2_GATE)[0]
+    ):
+        return "drafts that are made in one pass (P-EAGLE)"
+    return ""
+
+
+def v2_methods() -> frozenset[str]:
+    """vLLM's names of the drafting methods that its V2 runner serves; empty where the sources list none."""
+    _, function = _function(*_V2_GATE)
+    for node in ast.walk(function) if function else ():
+        if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.NotIn)):
+            continue
+        left, right = node.left, node.comparators[0]
+        if (
+            isinstance(left, ast.Attribute)
+            and left.attr == "method"
+            and isinstance(right, (ast.Tuple, ast.List, ast.Set))
+        ):
+            names = {n.value for n in right.elts if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            if "eagle3" in names:  # not that of another question
+                return frozenset(names)
+    return frozenset()
+
+
+def v2_takes_every_k() -> bool:
+    """May k change while vLLM's V2 model runner runs; where it may not, vLLM takes V1 for us."""
+    return "dynamic speculative decoding" not in source_of("vllm", "config/vllm.py")
+
+
+def v2_verifies_in_chunks() -> bool:
+    """Does vLLM's V2 model runner copy the logits of no more than a GiB of a batch at once, to process them in float32."""
+    return "MAX_CHUNK_BYTES = 2**30" in source_of("vllm", "v1/worker/gpu/spec_decode/rejection_sampler.py")
+
+
+def loads_drafts_like_targets(method: str = "eagle3") -> bool:
+    """Does vLLM's V2 model runner load a draft as it loads the target, whatever ``draft_load_config`` says.
+
+    It does in 0.29; V1 and 0.33 do not.
+
+    Args:
+        method: by vLLM's name.
+    """
+    source, function = _function(*(_V2_DFLASH_LOADER if method == "dflash" else _V2_LOADER))
+    return function is not None and "draft_load_config" not in source
+
+
+def leaves_a_draft_unread(load_format: str, settings: Mapping[str, Any], device_type: str) -> bool:
+    """Would this vLLM fill a draft with noise instead of reading its file, and put the target's head in the place of its own.
+
+    Args:
+        load_format: of the engine.
+        settings: its ``speculative_config``.
+        device_type: of the engine.
+    """
+    if load_format != "dummy" or not runner_of(settings, device_type).v2:
+        return False
+    return loads_drafts_like_targets(str(settings.get("method")))
+
+
+def _function(file: str, name: str) -> tuple[str, ast.FunctionDef | None]:
+    """A function of vLLM's, by its source and its tree; empty and None where there is none."""
+    return _function_in(source_of("vllm", file), name)
+
+
+@functools.lru_cache(maxsize=8)
+def _function_in(source: str, name: str) -> tuple[str, ast.FunctionDef | None]:
+    """The same of a text; parsing a file of vLLM's takes a tenth of a second, and a check asks some ten times."""
+    if name not in source:
+        return "", None
+    found = next((n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef) and n.name == name), None)
+    return (ast.get_source_segment(source, found) or "", found) if found else ("", None)
+
+
+def _has_triton(device_type: str) -> bool:
+    """Is there a Triton that compiles for this device, to vLLM."""
+    folder = folder_of("triton")
+    if device_type != "cpu":
+        return folder is not None
+    named = any(entry.name == "cpu" for entry in entry_points(group="triton.backends"))
+    return named or (folder is not None and (folder / "backends" / "cpu").is_dir())

@@ -1,0 +1,67 @@
+"""What an adapter reads of a run before it starts, as plain data: the ``RunPlan`` that its ``check`` answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.plan.refusals import Objection
+
+
+@dataclass(frozen=True)
+class Model:
+    """What could be found out about the policy's model."""
+
+    name: str
+    config: Mapping[str, Any] | None  # config.json; None: it could not be looked at
+    source: str  # where it was found, or why not
+    unreadable: bool = False  # there is one, and the run could not read it either
+
+
+#: looks for the model's config.json
+FindModel = Callable[[str], Model]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as its trainer would read it; sizes are 0 where its options do not tell."""
+
+    spec: SpecConfig
+    target: TargetInfo  # ``hf_config`` is empty where the model could not be looked at
+    model: Model
+    model_option: str  # where the user gives the model
+    shape: str  # ranks, engines and how they are split, in words
+    shapes: tuple[str, ...]  # deployment shapes that it uses, as the conformance kit names them
+    eager: bool = False  # the engine runs without graphs
+    graphs: str = "FULL_AND_PIECEWISE (vLLM's own choice)"  # the engine's graph mode otherwise
+    tensor_parallel_option: str = "tensor_parallel_size"  # where the user gives the ranks of one engine
+    sleeps: bool = False  # the engine gives its memory back between rollouts
+    rollout_in_loss: bool = False  # rollout log-probs enter the loss
+    bypass: bool = False  # the trainer skips its own log-prob pass
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What an adapter makes of a run's arguments."""
+
+    trainer: str
+    objections: tuple[Objection, ...] = ()  # the adapter's own, or the trainer's
+    facts: RunFacts | None = None  # None: the arguments do not make a run
+    notes: tuple[str, ...] = ()  # worth knowing, stops nothing
+    unseen: tuple[str, ...] = ()  # what could not be looked at, and why
+
+
+def split_launch(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """A command line as it is typed, ``ray job submit … -- python -m module arguments``, or the arguments alone.
+
+    Returns:
+        The module after ``-m``, None where there is none, and the trainer's own arguments.
+    """
+    given = list(arguments)
+    if "-m" in given[:-1]:
+        at = given.index("-m")
+        return given[at + 1], given[at + 2 :]
+    return None, given

@@ -1,0 +1,245 @@
+"""The draft trainer as a plugin: harvested states fill its buffer, each step gives it a slice of time, each sync its weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_training import Document, DraftTrainer, HiddenBuffer, SliceReport, TrainSettings, digest, fingerprint
+from draft_training.checkpoint import is_settled
+from draft_training.outside import logit_cap
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecPluginError
+from spec_plugin.api.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
+from spec_plugin.api.hookspecs import hookimpl
+from spec_plugin.api.method import KNOWS_NOTHING, Method
+from spec_plugin.api.ranks import is_first, on_any_rank, together
+from spec_plugin.policy.held_out import EACH, SHARE, HeldOut
+from spec_plugin.policy.model_card import ModelCard
+from spec_plugin.policy.pace import Pace
+
+logger = logging.getLogger(__name__)
+
+
+#: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
+TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
+#: beside a draft in a checkpoint: the chance of each drafted token that training predicts, so that a resumed run drafts at once
+_CHANCES = "expected_chances"
+#: share of the first text that an untrained draft is judged on, which it therefore does not train on in that slice
+_HELD_BACK = 0.125
+
+
+def _device(target: TargetInfo, embed: Tensor) -> torch.device:
+    """Where the draft is trained: on the actor's card, wherever its weights lay when they were sent."""
+    if target.device_type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return embed.device
+
+
+def documents_of(hidden: HiddenStates) -> list[Document]:
+    """The packed documents of a harvest, one by one; views of it."""
+    out, begin = [], 0
+    for n, offset in zip(hidden.lengths, hidden.offsets or [0] * len(hidden.lengths), strict=True):
+        piece = slice(begin, begin + n)
+        begin += n
+        tensors = (hidden.input_ids[piece], hidden.aux[piece], hidden.last[piece], hidden.loss_mask[piece])
+        out.append(Document(*tensors, policy_version=hidden.policy_version, offset=offset))
+    return out
+
+
+class DraftTraining:
+    """Trains the method's draft from what the trainer's own forward passes leave, on its own optimizer and random streams."""
+
+    def __init__(self) -> None:
+        self._trainer: DraftTrainer | None = None
+        self._buffer: HiddenBuffer | None = None
+        self._slice: SliceReport | None = None
+        self._held_out = HeldOut()
+        self._pace = Pace()
+        self._resume_from: Path | None = None
+        self._promised: tuple[float, ...] = ()  # of a draft that was resumed, until it is judged anew
+        self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
+
+    @hookimpl
+    def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
+        """Keep the options; the draft is built at the first weight sync, when the policy's embedding is known."""
+        self._config, self._target, self._method = config, target, method
+
+    @hookimpl(wrapper=True)
+    def spec_recover(self) -> Generator[None, Any, Any]:
+        """All ranks go on with the first one's draft; where they do not all have one, a new one begins (collective)."""
+        with together("begin anew"):
+            result = yield
+        counts = self._token_counts is not None
+        lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
+        self._slice = None
+        self._held_out, self._pace, self._promised = HeldOut(), Pace(), ()
+        if lacks or (counting and counted):
+            self._trainer = self._buffer = self._token_counts = None
+        elif self._trainer is not None:
+            self._trainer.follow_first()
+        return result
+
+    @hookimpl(wrapper=True)
+    def spec_weight_sync(self, event: WeightSync) -> Generator[None, Any, Any]:
+        """The draft's embedding and head are the policy's: follow them, when all ranks' other plugins have."""
+        with together("take the weight sync"):
+            result = yield
+        if self._method.draft is not None:
+            self._follow(event)
+        return result
+
+    def _follow(self, event: WeightSync) -> None:
+        if event.embed is None or event.lm_head is None:
+            raise SpecPluginError(
+                "the weight sync carried no embedding or no LM head, and the draft needs the policy's; expected "
+                "tensors [vocabulary, hidden size] whose names end in embed_tokens.weight and lm_head.weight"
+            )
+        if self._trainer is None:
+            self._trainer = self._create(event)
+        self._trainer.update_policy(event.embed, event.lm_head, event.policy_version)
+
+    def _create(self, event: WeightSync) -> DraftTrainer:
+        assert event.embed is not None
+        config, start = self._config, self._method.draft
+        assert start is not None
+        device = _device(self._target, event.embed)
+        settings = TrainSettings(
+            lr=config.lr,
+            ttt_steps=min(config.ttt_steps or config.k, start.most_unrolled or config.k),
+            logit_cap=logit_cap(self._target.hf_config, self._target.file),
+            tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
+            # nobody has taught a policy what follows a placeholder of an image, and the draft sees nothing else of it
+            context_share=0.0 if "vision_config" in self._target.hf_config else TrainSettings.context_share,
+            offload=device.type == "cuda",
+        )
+        trainer = DraftTrainer(
+            start.config,
+            settings,
+            device=device,
+            seed=config.seed,
+            process_group=self._target.actor_group,
+            tensors=start.tensors,
+        )
+        self._buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
+        if start.config.pruned and start.tensors is None:
+            self._token_counts = torch.zeros(start.config.vocab_size, dtype=torch.int64)
+        (resumes,) = on_any_rank(is_first() and self._resume_from is not None)
+        if resumes:
+            saved = trainer.load(self._resume_from or "")  # the first rank reads
+            self._promised = tuple(saved.get(_CHANCES, ()))
+            self._token_counts = None
+        return trainer
+
+    @hookimpl
+    def spec_target_forward(self, hidden: HiddenStates) -> None:
+        """Cut the pack into documents; the buffer copies what it keeps."""
+        if self._buffer is None:
+            return
+        if self._token_counts is not None:
+            sampled = hidden.input_ids[hidden.loss_mask]
+            self._token_counts += torch.bincount(sampled, minlength=self._token_counts.numel())
+        for document in documents_of(hidden):
+            self._buffer.add(document, hidden.owned)
+
+    @hookimpl(wrapper=True)
+    def spec_train_draft(self, step: int, seconds: float) -> Generator[None, Any, Any]:
+        """One slice of at most ``seconds``, when all ranks' other plugins are done."""
+        with together("train the draft"):
+            result = yield
+        self._train(seconds)
+        return result
+
+    def _train(self, seconds: float) -> None:
+        if self._trainer is None or self._buffer is None or not self._config.train or seconds <= 0:
+            return
+        with self._trainer.working():
+            if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
+                self._trainer.select_vocabulary(self._token_counts)
+                self._token_counts = None
+            self._train_and_measure(self._trainer, self._buffer, seconds * self._pace.share)
+
+    def _train_and_measure(self, trainer: DraftTrainer, buffer: HiddenBuffer, seconds: float) -> None:
+        """One slice, before or behind which the draft is measured (collective, in ``trainer.working``)."""
+        began, k, held_out = time.perf_counter(), self._config.k, self._held_out
+        tokens, unseen = held_out.tokens(seconds), trainer.draft_version == 0
+        knows = not unseen or not self._method.newborn
+        if knows and held_out.measure(trainer, k, lambda: buffer.newest(tokens, EACH)) and held_out.report is not None:
+            self._pace.judged(held_out.report.acceptance_length, k + 1.0)
+        if unseen and not self._method.newborn:
+            unseen = held_out.report is not None and held_out.report.acceptance_length < KNOWS_NOTHING
+            if unseen:  # such as a layer that was never trained
+                trainer.schedule.restart()
+        # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be measured at once
+        held = buffer.newest(min(tokens, int(_HELD_BACK * buffer.tokens)) if unseen else 0, EACH)
+        with buffer.without(held):
+            left = (1.0 - SHARE * unseen) * seconds - (time.perf_counter() - began)
+            self._slice = trainer.train_slice(buffer, left, self._config.train_max_steps)
+        if unseen and trainer.draft_version > 0:
+            held_out.measure(trainer, k, lambda: held)
+
+    @hookimpl
+    def spec_draft_weights(self, event: WeightSync) -> DraftRefresh | None:
+        """The current draft, in the engine's dtype, without anything that the target owns."""
+        if self._trainer is None:
+            return None
+        tensors = self._trainer.engine_tensors(getattr(torch, self._target.dtype))
+        return DraftRefresh(
+            draft_version=self._trainer.draft_version,
+            policy_version=event.policy_version,
+            tensors=tensors,
+            digest=digest(tensors) if self._config.audit else fingerprint(tensors),
+            expected_chances=self._chances,
+        )
+
+    @hookimpl
+    def spec_metrics(self) -> dict[str, float]:
+        """Loss, predicted acceptance and cost of the last slice."""
+        if self._slice is None or self._buffer is None or self._trainer is None:
+            return {}
+        return {
+            "spec/draft_loss": self._slice.loss,
+            "spec/expected_acceptance": report.acceptance_length if (report := self._held_out.report) else 1.0,
+            "spec/train_ms": self._slice.seconds * 1e3,
+            "spec/train_share": self._config.train_share * self._pace.share,
+            "spec/train_steps": float(self._slice.steps),
+            "spec/buffer_tokens": float(self._buffer.tokens),
+        }
+
+    @hookimpl
+    def spec_save(self, path: Path) -> None:
+        """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
+        if self._trainer is not None:
+            self._trainer.save(path / "draft", {_CHANCES: self._chances})
+            self._card().write(path / "draft")
+
+    def _card(self) -> ModelCard:
+        assert self._trainer is not None
+        data = f"the rollouts of a run up to policy version {self._trainer.policy_version}"
+        method = str(self._method.settings.get("method", self._method.name))
+        predicted = self._held_out.report.chances if self._held_out.report else ()
+        return ModelCard(self._target.path, method, data, predicted, served="draft")
+
+    @property
+    def _chances(self) -> tuple[float, ...]:
+        """The chance of each drafted token to be accepted, by the last measurement, or by that of the run before."""
+        return self._held_out.report.chances if self._held_out.report else self._promised
+
+    @hookimpl
+    def spec_load(self, path: Path) -> None:
+        """Continue where ``spec_save`` left off, at the coming weight sync; a checkpoint without a draft starts a new one."""
+        folder = path / "draft"
+        if is_settled(folder):
+            self._resume_from = folder
+        elif is_first():  # another rank may sit on a node that has no folder
+            logger.warning(
+                "spec-plugin: the checkpoint %s holds no draft, since the run was saved without one: a new one starts",
+                path,
+            )
