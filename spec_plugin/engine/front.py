@@ -32,8 +32,8 @@ from spec_plugin.engine.flight import Request, RequestTracker
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.recurrent_states import check_states, for_states, turned_off
 from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed
-from spec_plugin.engine.selftest.plan import SelfTestPlan, questions_and_noise
 from spec_plugin.engine.selftest.probe import TOP
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan, questions_and_noise
 from spec_plugin.engine.selftest.test import run_self_test
 from spec_plugin.engine.vllm.additional import with_own_settings
 from spec_plugin.engine.vllm.requests import options_of

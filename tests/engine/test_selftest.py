@@ -17,7 +17,7 @@ from inspected import EXTENSION
 from live import MAX_NUM_SEQS, VOCAB, K, live_engine, prompts
 
 from spec_plugin.engine.front import PATIENCE
-from spec_plugin.engine.selftest.plan import SelfTestPlan
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 from spec_plugin.engine.selftest.test import run_self_test
 from spec_plugin.engine.vllm.schedule.channel import schedule_state, set_schedule
 from spec_plugin.methods import suffix

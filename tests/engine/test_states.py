@@ -14,9 +14,9 @@ import hybrid
 from live import VOCAB, K, close_all
 
 from spec_plugin.api.events import Check
-from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan, questions_and_noise
 from spec_plugin.engine.selftest.probe import TOP, Probe
-from spec_plugin.engine.selftest.states import states_stage
+from spec_plugin.engine.selftest.recurrent import states_stage
+from spec_plugin.engine.selftest.self_test_plan import Sampled, SelfTestPlan, questions_and_noise
 from spec_plugin.engine.selftest.test import run_self_test
 from spec_plugin.engine.selftest.verdicts import greedy_check
 from spec_plugin.engine.vllm.schedule.counters import read_spec_counters

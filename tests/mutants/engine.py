@@ -5,14 +5,15 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 _FRONT, _FLIGHT, _CONTROL, _LOSSLESS = (
-    f"spec_plugin/engine/{name}.py" for name in ("front", "flight", "control", "lossless")
+    f"spec_plugin/engine/{name}.py" for name in ("front", "flight", "control_group", "lossless")
 )
 _CUTOFF, _STEPS, _MIXIN, _PLAIN, _PREEMPTION, _PAUSE, _UTILITIES, _CHANNEL = (
     f"spec_plugin/engine/vllm/schedule/{name}.py"
     for name in ("cutoff", "steps", "mixin", "plain", "preemption", "pause", "utilities", "channel")
 )
 _STATS, _VERDICTS, _TEST, _STAGES, _PLAN, _SWITCHING = (
-    f"spec_plugin/engine/selftest/{name}.py" for name in ("stats", "verdicts", "test", "stages", "plan", "switching")
+    f"spec_plugin/engine/selftest/{name}.py"
+    for name in ("stats", "verdicts", "test", "stages", "self_test_plan", "switching")
 )
 _STATES = "spec_plugin/engine/recurrent_states.py"
 
@@ -804,7 +805,7 @@ MUTATIONS = (
         ("test_states.py", "test_engine_class.py"),
     ),
     Mutation(
-        "spec_plugin/engine/selftest/states.py",
+        "spec_plugin/engine/selftest/recurrent.py",
         "_drift",
         'Check("states: drift", found <= limit,',
         'Check("states: drift", not found > limit,',

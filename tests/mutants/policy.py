@@ -9,7 +9,7 @@ _GUARD, _EXACT, _REFERENCE, _RULES, _EXCEEDANCE, _WINDOWS = (
     for name in ("guard", "exact", "reference", "rules", "exceedance", "windows")
 )
 _ROWS = "spec_plugin/policy/provenance/rows.py"
-_METRICS, _TRAINER = (f"spec_plugin/policy/{name}.py" for name in ("metrics", "trainer"))
+_METRICS, _TRAINER = (f"spec_plugin/policy/{name}.py" for name in ("metrics", "online_training"))
 _CONTROLLER, _PLAN, _CORRECTION, _STATES, _ACCEPTANCE = (
     f"spec_plugin/policy/break_even/{name}.py" for name in ("controller", "plan", "correction", "states", "acceptance")
 )
@@ -17,7 +17,7 @@ _COST, _CHANCES = (f"spec_plugin/step_cost/{name}.py" for name in ("model", "cha
 _SERVED = "spec_plugin/methods/served.py"
 _PACE = "spec_plugin/policy/pace.py"
 _STATISTICS, _CAPITAL, _EVIDENCE = (
-    f"spec_plugin/policy/exactness/{name}.py" for name in ("statistics", "capital", "guard")
+    f"spec_plugin/policy/exactness/{name}.py" for name in ("statistics", "capital", "plugin")
 )
 _LEDGER, _HUB = "spec_plugin/lifecycle/ledger.py", "spec_plugin/plan/hub.py"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 _CONTROL, _LINKS, _HARVEST, _TAPS, _CLOCK = (
-    f"spec_plugin/trainer/{name}.py" for name in ("control", "links", "harvest", "taps", "slice_clock")
+    f"spec_plugin/trainer/{name}.py" for name in ("rollout_control", "links", "harvest", "taps", "slice_clock")
 )
 _SESSION, _TAP = "spec_plugin/lifecycle/session.py", "spec_plugin/trainer/evidence.py"
 

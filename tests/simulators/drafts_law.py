@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from simulators.exactness import ENGINES, PLACES, SHARES, Floats, V, laws_of
 from spec_plugin.policy.exactness.capital import WEIGHED, Capital, bets
-from spec_plugin.policy.exactness.guard import REFUSED
+from spec_plugin.policy.exactness.plugin import REFUSED
 from spec_plugin.policy.exactness.statistics import statistics_of
 
 #: the mistakes that have to do with a draft, and one that has not; "": a right engine

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from spec_plugin.policy.exactness.capital import PLAIN, SHAPE, WEIGHED, Capital, Floats, bets, growth
-from spec_plugin.policy.exactness.guard import ALLOWED, REFUSED
+from spec_plugin.policy.exactness.plugin import ALLOWED, REFUSED
 from spec_plugin.policy.exactness.statistics import statistics_of
 
 #: nats, in the mean of a policy's places

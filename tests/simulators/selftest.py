@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 from spec_plugin.engine.selftest.verdicts import counts_check, evidence_check
 
 Model = NDArray[np.float64]

@@ -12,7 +12,7 @@ import torch
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import LogprobProvenanceError
 from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 from spec_plugin.engine.selftest.verdicts import greedy_check, greedy_limit, greedy_noise, tolerance
 from spec_plugin.policy.provenance import ProvenanceGuard
 

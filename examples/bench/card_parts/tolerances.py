@@ -23,8 +23,8 @@ from examples.bench.card_parts.setup import Models, Sizes, mixed_prompts, sizes_
 from examples.bench.engines import EXTENSION, EngineSettings, describe, engine_options, flag_front
 from spec_plugin.api.events import Schedule
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.selftest.plan import Sampled
 from spec_plugin.engine.selftest.probe import TOP, Probe, gather_or_cancel
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 
 TEMPERATURES = (1.0, 0.6)
 GREEDY_TOKENS = 48

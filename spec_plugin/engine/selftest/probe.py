@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spec_plugin.engine.protocol import Engine
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 from spec_plugin.engine.selftest.verdicts import tolerance
 from spec_plugin.engine.vllm.requests import of_length
 from spec_plugin.engine.vllm.schedule.plain import PLAIN

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from spec_plugin.api.events import Check
 from spec_plugin.engine.selftest import verdicts
-from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan
 from spec_plugin.engine.selftest.probe import TOP, Probe, gather_or_cancel
+from spec_plugin.engine.selftest.self_test_plan import Sampled, SelfTestPlan
 from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 
 GREEDY_TOKENS = 24

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 
 Floats = NDArray[np.float64]
 Tokens = Sequence[int]

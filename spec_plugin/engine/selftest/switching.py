@@ -20,8 +20,8 @@ import time
 from collections.abc import AsyncIterator
 
 from spec_plugin.api.events import Check
-from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
+from spec_plugin.engine.selftest.self_test_plan import Sampled, SelfTestPlan
 from spec_plugin.engine.selftest.verdicts import LEAST_SAMPLES, counts_check
 from spec_plugin.engine.vllm.schedule.channel import put_in_force, schedule_state
 from spec_plugin.engine.vllm.schedule.counters import read_spec_counters

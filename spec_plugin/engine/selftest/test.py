@@ -26,10 +26,10 @@ from collections.abc import AsyncIterator, Awaitable
 
 from spec_plugin.api.events import Check, SelfTestReport, StepTiming
 from spec_plugin.engine.protocol import Engine
-from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
+from spec_plugin.engine.selftest.recurrent import states_stage
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 from spec_plugin.engine.selftest.stages import greedy_stage, samples_stage
-from spec_plugin.engine.selftest.states import states_stage
 from spec_plugin.engine.selftest.switching import switching_stage
 from spec_plugin.engine.vllm.schedule import channel
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from spec_plugin.api.events import Check
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 from spec_plugin.engine.selftest.stats import evidence, two_sample
 
 LEAST_SAMPLES = 64  # sequences in each arm, below which the self-test fails for want of evidence

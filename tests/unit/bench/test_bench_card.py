@@ -21,7 +21,7 @@ from examples.bench import card
 from examples.bench.card_parts import __main__ as child
 from examples.bench.card_parts import compare, record, report, score, setup, smoke
 from spec_plugin.api.events import TargetInfo
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 
 WHERE = {"card": None, "card_memory": None, "cpu": "some", "versions": {}, "date": "today", "commit": "c"}
 #: what a part does, without the seconds that importing torch takes

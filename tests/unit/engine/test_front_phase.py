@@ -22,7 +22,7 @@ from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import DraftRefresh, Schedule, SelfTestReport
 from spec_plugin.engine import front as front_module
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.selftest.plan import SelfTestPlan
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.plan import own_folders as folders

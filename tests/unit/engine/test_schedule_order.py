@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from spec_plugin.api.events import EngineSchedule, Schedule
-from spec_plugin.engine.selftest.plan import SelfTestPlan
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 from spec_plugin.engine.selftest.test import calibrate, restore
 from spec_plugin.engine.vllm.schedule.channel import put_in_force
 

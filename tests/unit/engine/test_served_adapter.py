@@ -16,8 +16,8 @@ from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.events import SelfTestReport, TargetInfo
 from spec_plugin.engine import front as fronts
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 

@@ -20,7 +20,7 @@ from spec_plugin import LosslessError, hookimpl
 from spec_plugin.api.events import Drafts, RolloutStats, WeightSync
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.policy.exactness.capital import Capital
-from spec_plugin.policy.exactness.guard import REFUSED, SAID
+from spec_plugin.policy.exactness.plugin import REFUSED, SAID
 
 NOTHING = {"spec/exactness": 0.0, "spec/exactness_tokens": 0.0}
 

@@ -17,7 +17,7 @@ PACKAGES = ("spec_plugin", "draft_training", "adapters", "projection")
 READERS = {"spec_plugin/plan/text_files.py", "draft_training/files.py"}
 #: function -> whose file it opens
 OWN = {
-    "spec_plugin/policy/exactness/guard.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
+    "spec_plugin/policy/exactness/plugin.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
     "spec_plugin/policy/provenance/guard.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
     "spec_plugin/commands/report/formats.py: log_formats": "of an installed adapter's package",
     "spec_plugin/commands/report/page.py: to_html": "of this package",

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 from spec_plugin.engine.selftest.stats import evidence
 from spec_plugin.engine.selftest.verdicts import tolerance
 

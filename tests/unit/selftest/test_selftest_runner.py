@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from spec_plugin.api.events import Check, SelfTestReport
 from spec_plugin.engine.selftest import test as selftest
-from spec_plugin.engine.selftest.plan import SelfTestPlan
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 
 PLAN: dict[str, Any] = {
     "prompts": [[1, 2]],

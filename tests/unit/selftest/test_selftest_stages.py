@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 
 from spec_plugin.api.events import Check
 from spec_plugin.engine.selftest import stages
-from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan
 from spec_plugin.engine.selftest.probe import TOP, Probe
+from spec_plugin.engine.selftest.self_test_plan import Sampled, SelfTestPlan
 
 TOKENS = 9  # of a sample at k = 3: the first, and two whole rounds of verification
 

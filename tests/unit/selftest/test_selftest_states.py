@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from spec_plugin.engine.selftest.plan import Sampled
-from spec_plugin.engine.selftest.states import _differences, _drift
+from spec_plugin.engine.selftest.recurrent import _differences, _drift
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 
 
 def sampled(tokens: list[int], log_probs: list[float]) -> Sampled:

@@ -22,7 +22,7 @@ from simulators.selftest import (
 from simulators.selftest import model as language_model
 
 from spec_plugin.engine.selftest import verdicts
-from spec_plugin.engine.selftest.plan import Sampled
+from spec_plugin.engine.selftest.self_test_plan import Sampled
 from spec_plugin.engine.selftest.stats import Evidence, evidence, exact_p, two_sample
 from spec_plugin.engine.selftest.verdicts import (
     counts_check,

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from spec_plugin.engine.selftest import switching
-from spec_plugin.engine.selftest.plan import SelfTestPlan
 from spec_plugin.engine.selftest.probe import Probe
+from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 from spec_plugin.engine.selftest.switching import switching_stage
 from spec_plugin.engine.vllm.schedule import channel
 

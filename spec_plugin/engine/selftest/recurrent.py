@@ -26,8 +26,8 @@ import numpy as np
 
 from spec_plugin.api.events import Check
 from spec_plugin.engine.selftest import verdicts
-from spec_plugin.engine.selftest.plan import Sampled, SelfTestPlan
 from spec_plugin.engine.selftest.probe import TOP, Probe, gather_or_cancel
+from spec_plugin.engine.selftest.self_test_plan import Sampled, SelfTestPlan
 
 TOKENS = 48  # of an answer; its first half is drafted in 2, the second in 3
 HALF = TOKENS // 2
