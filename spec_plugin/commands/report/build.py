@@ -11,7 +11,7 @@ from pathlib import Path
 from spec_plugin.commands.report.findings import RunFinding, findings_of
 from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.read import ReportError, read_runs
-from spec_plugin.commands.report.run import Earned, LoggedRun, Spread, earned_of
+from spec_plugin.commands.report.run import LoggedRun, Spread
 from spec_plugin.commands.report.states import StateSpan, spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
@@ -29,7 +29,6 @@ class View:
     run: LoggedRun
     spans: tuple[StateSpan, ...]
     findings: tuple[RunFinding, ...]
-    earned: Earned | None  # None: the run did not log it
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Comparison:
     @property
     def sentence(self) -> str:
         """The comparison in one sentence."""
-        few = " (too few for quartiles: the extremes)" if self.ratio.count < 3 else ""
-        steps = f"{self.ratio.count} steps from {self.first} to {self.last}{few}"
+        steps = f"{self.ratio.count} steps from {self.first} to {self.last}"
         return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} speed-up, {steps}"
 
 
@@ -72,30 +70,22 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     Raises:
         ReportError: if nothing of it can be read, or no run is called ``base``.
     """
-    runs, problems, formats = list[LoggedRun](), list[str](), log_formats()
-    for path in paths:
+    found, problems, formats = list[tuple[Path, LoggedRun]](), list[str](), log_formats()
+    for path in dict.fromkeys(paths):
         try:
-            runs += read_runs(path, formats)
+            found += [(path, run) for run in read_runs(path, formats)]
         except ReportError as error:
             problems.append(str(error))
-    if not runs:
+    if not found:
         raise ReportError("\n".join(problems))
-    runs = _with_names(runs)
+    seen = Counter(run.name for _, run in found)
+    runs = [replace(run, name=f"{run.name} ({path})") if seen[run.name] > 1 else run for path, run in found]
+    views = tuple(View(run, tuple(spans_of(run)), tuple(findings_of(run))) for run in runs)
     chosen = _base_of(runs, base)
-    views = tuple(View(run, tuple(spans_of(run)), tuple(findings_of(run)), earned_of(run)) for run in runs)
-    others = [run for run in runs if chosen and run is not chosen]
-    comparisons = tuple(c for run in others if chosen and run.trainer == chosen.trainer for c in compare(run, chosen))
-    caveats = tuple(text for run in others if chosen for text in _caveats(run, chosen))
+    pairs = [(run, chosen) for run in runs if chosen and run is not chosen]
+    comparisons = tuple(comparison for pair in pairs for comparison in compare(*pair))
+    caveats = tuple(caveat for pair in pairs for caveat in _caveats(*pair))
     return Report(views, chosen.name if chosen else None, comparisons, caveats, tuple(problems))
-
-
-def _with_names(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
-    """Names that differ: runs of one name get that of the folder above, too, and the same run twice a number."""
-    seen = Counter(run.name for run in runs)
-    above = [f"{Path(run.sources[0]).resolve().parent.parent.name}/{run.name}" for run in runs]
-    named = [replace(r, name=name) if seen[r.name] > 1 else r for r, name in zip(runs, above, strict=True)]
-    seen = Counter(run.name for run in named)
-    return [replace(r, name=f"{r.name} ({i})") if seen[r.name] > 1 else r for i, r in enumerate(named, 1)]
 
 
 def _base_of(runs: Sequence[LoggedRun], name: str | None) -> LoggedRun | None:
@@ -107,7 +97,7 @@ def _base_of(runs: Sequence[LoggedRun], name: str | None) -> LoggedRun | None:
 
 
 def compare(run: LoggedRun, base: LoggedRun) -> Iterator[Comparison]:
-    """A run against the base, at the steps that both have.
+    """A run against the base of the same trainer, at the steps that both have.
 
     Step 1 starts things up and is left out. Of a run with the plugin only what comes from its first drafted step on counts:
     before it there is nothing to compare. Of generation an asynchronous run has only what training does not hide, a second or
@@ -115,10 +105,10 @@ def compare(run: LoggedRun, base: LoggedRun) -> Iterator[Comparison]:
     """
     start = max(2, *run.drafted[:1], 2)
     for name in ["step_s"] if run.overlaps or base.overlaps else _COMPARED:
-        pairs = [(s, base.series(name).at(s), v) for s, v in run.series(name).pairs() if s >= start and v > 0]
-        known = [(s, reference / v) for s, reference, v in pairs if reference]
-        if spread := Spread.of([ratio for _, ratio in known]):
-            yield Comparison(run.name, base.name, _COMPARED[name], spread, known[0][0], known[-1][0])
+        reference = base.series(name)
+        ratios = {s: reference[s] / v for s, v in run.series(name).items() if s >= start and v > 0 and s in reference}
+        if run.trainer == base.trainer and (spread := Spread.of(ratios.values())):
+            yield Comparison(run.name, base.name, _COMPARED[name], spread, min(ratios), max(ratios))
 
 
 def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
@@ -126,7 +116,7 @@ def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
         trainers = [each.trainer or "an unknown trainer" for each in (run, base)]
         yield f"{run.name} is a run of {trainers[0]}, {base.name} of {trainers[1]}: they are not compared"
         return
-    mine, their = (Spread.of(r.series("response_tokens").values) for r in (run, base))
+    mine, their = (Spread.of(r.series("response_tokens").values()) for r in (run, base))
     if mine and their and abs(mine.median - their.median) > 0.1 * their.median:
         lengths = f"{mine.median:.0f} and {their.median:.0f} tokens"
         yield f"responses of {run.name} and {base.name} have {lengths} in the median"
@@ -137,19 +127,20 @@ def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
 
 def to_json(report: Report) -> str:
     """For programs, with finite numbers only. docs/reference.md says what the keys are."""
-    runs = []
-    for view in report.views:
-        run, earned = view.run, view.earned
-        found = {name: value for name, value in asdict(run).items() if name != "steps"} | {"plugin": run.has_plugin}
-        found["earned"] = earned and asdict(earned) | {"net_s": earned.net_s}
-        found["steps"] = [{"step": step, **run.steps[step]} for step in run.numbers]
-        found["speculation"] = [asdict(span) for span in view.spans]
-        found["findings"] = [asdict(finding) for finding in view.findings]
-        runs.append(found)
-    others = {name: getattr(report, name) for name in ("base", "problems", "caveats")}
+    runs = [
+        asdict(view.run)
+        | {
+            "plugin": view.run.has_plugin,
+            "earned": view.run.earned and asdict(view.run.earned) | {"net_s": view.run.earned.net_s},
+            "steps": [{"step": step, **view.run.steps[step]} for step in view.run.numbers],
+            "speculation": [asdict(span) for span in view.spans],
+            "findings": [asdict(finding) for finding in view.findings],
+        }
+        for view in report.views
+    ]
     comparisons = [asdict(comparison) | {"sentence": comparison.sentence} for comparison in report.comparisons]
-    table = {"schema": SCHEMA, **others, "comparisons": comparisons, "runs": runs}
-    return json.dumps(table, indent=1, allow_nan=False)
+    others = {name: getattr(report, name) for name in ("base", "problems", "caveats")}
+    return json.dumps({"schema": SCHEMA, **others, "comparisons": comparisons, "runs": runs}, indent=1, allow_nan=False)
 
 
 def to_text(report: Report) -> Iterator[str]:
@@ -157,7 +148,7 @@ def to_text(report: Report) -> Iterator[str]:
     for view in report.views:
         run, steps = view.run, f"{len(view.run.numbers)} steps"
         steps += f" (one in {run.every} is logged)" if run.every > 1 else ""
-        earned = f", {view.earned.sentence}" if view.earned else ""
+        earned = f", {run.earned.sentence}" if run.earned else ""
         yield f"{run.name}: {steps} of {run.trainer or 'an unknown trainer'}{earned}"
         for finding in view.findings:
             yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<9}{finding.text}"
