@@ -145,10 +145,10 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "read_runs",
-        "*states[-1:]",
-        "*states[:1]",
-        "of a run's checkpoints the first is read",
+        "_order",
+        'int([0, *re.findall(r"\\d+", file.parent.name)][-1]) * (reader is _state)',
+        "0",
+        "of checkpoints of nine and ten steps that of nine is shown",
         ("test_report_trl.py",),
     ),
     Mutation(

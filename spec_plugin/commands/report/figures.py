@@ -5,13 +5,9 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from spec_plugin.commands.report.panels import Panel
 from spec_plugin.commands.report.states import StateSpan
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: colours that stand for the page's variables: nothing else is drawn with them
 _INK, _FAINT = "#00f001", "#00f002"
@@ -58,27 +54,16 @@ def draw(panel: Panel, salt: str, spans: Sequence[StateSpan] = ()) -> str:
         for i, line in enumerate(panel.lines):
             colour, style = _COLOURS[i % len(_COLOURS)], line.style if i < len(_COLOURS) else "--"
             marker = "." if style == "-" and len(line.series) <= _DOTS_UP_TO else ""
-            if line.series:
-                axes.plot(
-                    [*line.series],
-                    [*line.series.values()],
-                    color=colour,
-                    label=line.label,
-                    linestyle=style,
-                    marker=marker,
-                )
+            if points := line.series:
+                axes.plot([*points], [*points.values()], f"{marker}{style}", color=colour, label=line.label)
         if panel.level is not None:
             axes.axhline(panel.level, color=_INK, linewidth=0.8)
         if len(labels := axes.get_legend_handles_labels()[1]) > 1:
             figure.legend(loc="outside lower left", ncols=3 if max(map(len, labels)) < 18 else 2, columnspacing=1.2)
         if axes.dataLim.ymin >= 0.0 and not panel.log:
             axes.set_ylim(bottom=0.0)
-        return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
-    target = io.StringIO()
-    figure.savefig(target, format="svg", transparent=True, dpi=150, metadata={"Date": None, "Creator": None})
+        target = io.StringIO()
+        figure.savefig(target, format="svg", transparent=True, dpi=150, metadata={"Date": None, "Creator": None})
     text = target.getvalue()
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from spec_plugin.commands.report.run import LoggedRun, Spread, before, duration, fresh, only
+from spec_plugin.commands.report.run import LoggedRun, Spread, duration, fresh, only
 from spec_plugin.commands.report.states import spans_of
 from spec_plugin.speculation import Reason
 
@@ -78,12 +78,12 @@ def _acceptance(run: LoggedRun) -> Iterator[RunFinding]:
 
 
 def _speed(run: LoggedRun) -> Iterator[RunFinding]:
-    """Was the controller's prediction kept, and did it pay at all."""
+    """Did drafting pay, and as much as the controller had predicted; an asynchronous run logs what came of it a step later."""
     realised, predicted = fresh(run.series("spec/speedup_realised")), run.series("spec/speedup_predicted")
     if (speed := Spread.of(realised.values())) is None:
         return
-    promised = {s: before(predicted, s) if run.reports_late else predicted.get(s) for s in realised}
-    kept = Spread.of(realised[s] / speedup for s, speedup in promised.items() if speedup and speedup != _A_TRY)
+    paired = [] if run.overlaps else [(speedup, predicted.get(step, _A_TRY)) for step, speedup in realised.items()]
+    kept = Spread.of(speedup / promised for speedup, promised in paired if promised != _A_TRY)
     text = f"speed-up of decoding, by the engine's own step times: {speed.text(unit='x')}"
     missed = kept is not None and kept.median < 0.8 and kept.count >= 3
     yield RunFinding("warn" if missed else "fine", text + (f"; {kept.median:.2f} of the prediction" if kept else ""))

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 
 from spec_plugin.commands.adapters import installed_adapters
 
-FILE_NAME = "log.json"
 #: no run comes to this step; a number beyond it is a time, or no step at all
 MOST_STEPS = 1_000_000
 #: the report's own names for what every trainer measures, means of a step; docs/reference.md says what they are
@@ -45,7 +44,7 @@ def log_formats() -> list[LogFormat]:
     for entry in installed_adapters().values():
         spec = find_spec(entry.module.partition(".")[0])  # of a package alone, so that nothing is imported
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            if (file := Path(folder) / FILE_NAME).is_file():
+            if (file := Path(folder) / "log.json").is_file():
                 found[file] = LogFormat.model_validate_json(file.read_text())
     return list(found.values())
 

@@ -8,9 +8,11 @@ from importlib.resources import files
 from spec_plugin import __version__
 from spec_plugin.commands.report.build import MARKS, Report
 from spec_plugin.commands.report.figures import draw
+from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.panels import panels_of, together
 from spec_plugin.commands.report.read import ReportError
 from spec_plugin.commands.report.run import LoggedRun, Spread, only
+from spec_plugin.commands.report.states import spans_of
 
 #: of the table that begins the page: a heading, a metric and its format
 _COLUMNS = (
@@ -35,13 +37,14 @@ def to_html(report: Report) -> str:
     except ImportError as error:
         text = f"the page is made with jinja2 and matplotlib, which are not both installed here ({error})"
         raise ReportError(f"{text}: pip install 'spec-plugin[report]', or take the numbers with --json") from error
-    runs = [view.run for view in report.views]
+    runs = report.runs
     columns = [column for column in _COLUMNS if any(run.series(column[1]) for run in runs)]
     common = sorted(set(runs[0].numbers).intersection(*(run.numbers for run in runs)))[1:]
     sections = []
-    for view in report.views:
-        panels = panels_of(view.run, view.spans)
-        sections.append((view, [(panel.title, draw(panel, view.run.name, view.spans)) for panel in panels]))
+    for run in runs:
+        spans = spans_of(run)
+        figures = [(panel.title, draw(panel, run.name, spans)) for panel in panels_of(run, spans)]
+        sections.append((run, spans, findings_of(run), figures))
     page = Environment(autoescape=True).from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     return page.render(
         report=report,

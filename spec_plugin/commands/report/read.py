@@ -43,19 +43,17 @@ def read_runs(path: Path, formats: Sequence[LogFormat]) -> list[LoggedRun]:
         raise ReportError(f"{path}: there is no such file or folder")
     top = path.absolute()
     files = [top] if top.is_file() else [file for place in _PLACES for file in sorted(top.glob(place))]
-    readers = {file: reader for file in files if file.is_file() and (reader := _reader_of(file, formats))}
-    checkpointed = {_home_of(file, formats) for file, reader in readers.items() if reader is _state}
-    homes: dict[Path, list[Path]] = {}
-    for file, reader in readers.items():
+    known = {file: found for file in files if file.is_file() and (found := _kind_of(file, formats))}
+    checkpointed = {home for reader, home in known.values() if reader is _state}
+    runs: dict[Path, list[Path]] = {}
+    for file, (reader, home) in known.items():
         above = checkpointed.intersection(file.parents) if reader is _events else ()
-        homes.setdefault(max(above, default=_home_of(file, formats)), []).append(file)
+        runs.setdefault(max(above, default=home), []).append(file)
     read = []
-    for home, of_run in homes.items():
+    for home, of_run in runs.items():
         name = str(home.relative_to(top)) if top in home.parents else home.resolve().name
-        states = sorted((file for file in of_run if readers[file] is _state), key=_number)
-        others = sorted((file for file in of_run if readers[file] is not _state), key=lambda file: file.name)
-        chosen = [*states[-1:], *others]  # the newest checkpoint holds all steps before it
-        read.append(_read(name, {file: readers[file] for file in chosen}, formats))
+        readers = {file: known[file][0] for file in of_run}
+        read.append(_read(name, dict(sorted(readers.items(), key=_order)), formats))
     if not any(run.steps for run in read):
         remarks = [remark for run in read for remark in run.remarks]
         raise ReportError("; ".join([f"{path}: no step of a trainer is in it yet", *remarks[:3], _accepted(formats)]))
@@ -69,27 +67,24 @@ def _accepted(formats: Sequence[LogFormat]) -> str:
     return f"what is read are {kinds}, and no console logs. To have them written: {options}"
 
 
-def _reader_of(file: Path, formats: Sequence[LogFormat]) -> Reader | None:
-    """What reads a file of this name."""
+def _kind_of(file: Path, formats: Sequence[LogFormat]) -> tuple[Reader, Path] | None:
+    """What reads a file of this name, and after what its run is called: a folder, or a file of JSON lines without its ending."""
     if "tfevents" in file.name:
-        return _events
-    if any(form.state_file and file.match(Path(form.state_file).name) for form in formats):
-        return _state
-    return _json_lines if file.name.endswith((".jsonl", ".jsonl.gz")) else None
-
-
-def _home_of(file: Path, formats: Sequence[LogFormat]) -> Path:
-    """After what a run is called: a folder, or its file of JSON lines without the ending, if that has a name of its own."""
-    if any(form.state_file and file.match(form.state_file) for form in formats):
-        return file.parent.parent
+        return _events, file.parent
+    for pattern in (form.state_file for form in formats if form.state_file):
+        if file.match(Path(pattern).name):
+            return _state, file.parent.parent if file.match(pattern) else file.parent
+    if not file.name.endswith((".jsonl", ".jsonl.gz")):
+        return None
     name = file.name.removesuffix(".gz").removesuffix(".jsonl")
-    return file.parent if name in (file.name, "metrics") else file.parent / name
+    return _json_lines, file.parent if name == "metrics" else file.parent / name
 
 
 def _read(name: str, readers: Mapping[Path, Reader], formats: Sequence[LogFormat]) -> LoggedRun:
-    """One run, under the trainer's own names.
+    """One run, under the trainer's own names, from its files in order.
 
-    A step that comes again was resumed from: what the run had done after it was lost, and is left out.
+    Where a step comes again, what was read of it and of all after it is dropped: a later checkpoint has it, too, or the run was
+    resumed there.
     """
     steps, remarks = dict[int, dict[str, float]](), list[str]()
     for file, reader in readers.items():
@@ -102,9 +97,10 @@ def _read(name: str, readers: Mapping[Path, Reader], formats: Sequence[LogFormat
     return LoggedRun(name, "", steps, tuple(remarks), tuple(map(str, readers)))
 
 
-def _number(state: Path) -> int:
-    """The last number in the name of a checkpoint's folder, so that ``checkpoint-9`` comes before ``checkpoint-10``."""
-    return int([0, *re.findall(r"\d+", state.parent.name)][-1])
+def _order(file_and_reader: tuple[Path, Reader]) -> tuple[bool, int, str]:
+    """Checkpoints first, by the last number in their folders' names, so that ``-9`` comes before ``-10``; event files by time."""
+    file, reader = file_and_reader
+    return reader is not _state, int([0, *re.findall(r"\d+", file.parent.name)][-1]) * (reader is _state), file.name
 
 
 def _state(file: Path, formats: Sequence[LogFormat], remarks: list[str]) -> Iterator[Step]:

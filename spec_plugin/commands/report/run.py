@@ -122,12 +122,6 @@ class LoggedRun:
         return any(name.startswith("spec/") for name in self._columns)
 
     @property
-    def reports_late(self) -> bool:
-        """Is what is said of a rollout logged one step later, as where phases last from one weight sync to the next."""
-        first = self.steps[self.numbers[0]]
-        return "spec/on" in first and "spec/generation_s" not in first and bool(self.series("spec/generation_s"))
-
-    @property
     def overlaps(self) -> bool:
         """Did generation go on while the policy was trained, as far as the metrics tell."""
         return any(v > 0 for name in ("spec/policy_lag", "staleness") for v in self.series(name).values())
@@ -180,14 +174,13 @@ class LoggedRun:
 
     @cached_property
     def work(self) -> Mapping[str, Series]:
-        """Seconds by step of draft training, refresh and harvest, as far as they were logged."""
-        found = {}
-        for name, metric in _WORK.items():
-            spent = self.series(metric)
-            done = spent if name == "harvest" else fresh(spent)  # the others' last time is logged again
-            if spent:
-                found[name] = {step: done.get(step, 0.0) / 1e3 for step in spent}
-        return found
+        """Seconds by step of draft training, refresh and harvest; a time that is logged again was not spent again."""
+        logged = {name: self.series(metric) for name, metric in _WORK.items()}
+        return {
+            name: dict.fromkeys(spent, 0.0) | {step: ms / 1e3 for step, ms in fresh(spent).items()}
+            for name, spent in logged.items()
+            if spent
+        }
 
 
 def duration(seconds: float) -> str:

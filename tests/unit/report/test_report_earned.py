@@ -7,13 +7,13 @@ import json
 import pytest
 from builders.report import made
 
-from spec_plugin.commands.report.build import Report, View, to_json, to_text
+from spec_plugin.commands.report.build import Report, to_json, to_text
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.run import Earned, LoggedRun, duration
 
 
 def report_of(run: LoggedRun) -> Report:
-    return Report((View(run, (), ()),), None, (), (), ())
+    return Report((run,), None, (), (), ())
 
 
 def test_what_all_steps_have_saved_stands_in_the_first_line_and_in_the_json():

@@ -201,8 +201,8 @@ def test_a_folder_of_several_runs_is_several_runs_and_what_is_no_run_is_no_news(
     write(tmp_path / "flag" / "0.jsonl", '{"input": "1+1", "output": "2", "score": 1, "step": 1}\n')
     write(tmp_path / "ray" / "x.log", "nothing\n")
     made = make_report([tmp_path])
-    assert [view.run.name for view in made.views] == ["flag", "plain"] and not made.problems
-    assert made.views[0].run.sources == (str(tmp_path / "flag" / "metrics.jsonl"),)
+    assert [run.name for run in made.runs] == ["flag", "plain"] and not made.problems
+    assert made.runs[0].sources == (str(tmp_path / "flag" / "metrics.jsonl"),)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
@@ -212,7 +212,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
             lines("verl-plain")[0],
         )
     made = make_report([tmp_path / "a" / "out", tmp_path / "b" / "out"])
-    assert [view.run.name for view in made.views] == [f"out ({tmp_path / name / 'out'})" for name in ("a", "b")]
+    assert [run.name for run in made.runs] == [f"out ({tmp_path / name / 'out'})" for name in ("a", "b")]
 
 
 def test_a_file_in_this_folder_is_called_like_the_folder(file, monkeypatch):

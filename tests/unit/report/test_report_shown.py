@@ -19,6 +19,7 @@ from spec_plugin.commands.report import make_report, to_html
 from spec_plugin.commands.report.figures import draw
 from spec_plugin.commands.report.panels import drafted_ks, short_names, together
 from spec_plugin.commands.report.run import Spread
+from spec_plugin.commands.report.states import spans_of
 
 RUNS = [DATA / name for name in ("verl-flag", "verl-plain", "trl-untrained")]
 
@@ -47,10 +48,10 @@ def test_a_long_run_takes_as_much_longer_as_it_has_steps_and_a_browser_takes_its
 
 
 def test_after_a_failure_nothing_is_shown_as_drafted():
-    run = make_report([DATA / "trl-untrained"]).views[0]
-    assert run.run.series("spec/k_b4")
-    drafted = dict(drafted_ks(run.run, run.spans))
-    assert drafted.keys() == run.run.family("spec/k_b").keys()
+    (run,) = make_report([DATA / "trl-untrained"]).runs
+    assert run.series("spec/k_b4")
+    drafted = drafted_ks(run, spans_of(run))
+    assert drafted.keys() == run.family("spec/k_b").keys()
     assert not any(drafted.values())
 
 
@@ -58,18 +59,18 @@ def test_what_stands_side_by_side_is_of_the_same_steps():
     report = make_report(RUNS[:2])
     page = to_html(report)
     assert "of the steps that all runs have, without the first: 2 to 8" in page
-    flag, plain = (Spread.of(view.run.steps[s]["reward"] for s in range(2, 9)) for view in report.views)
+    flag, plain = (Spread.of(run.steps[s]["reward"] for s in range(2, 9)) for run in report.runs)
     assert f"<td>{flag.text('.3f')}</td>" in page and f"<td>{plain.text('.3f')}</td>" in page
 
 
 def test_the_first_step_which_starts_things_up_flattens_no_figure_of_times():
-    runs = [view.run for view in make_report(RUNS[:2]).views]
+    runs = make_report(RUNS[:2]).runs
     (steps,) = (panel for panel in together(runs) if panel.title == "Whole step")
     assert [min(line.series) for line in steps.lines] == [2, 2]
 
 
 def test_times_of_several_runs_are_drawn_from_zero():
-    runs = [view.run for view in make_report(RUNS[:2]).views]
+    runs = make_report(RUNS[:2]).runs
     panels = {panel.title: draw(panel, "") for panel in together(runs)}
     assert all(re.search(r">0(\.0)?</text>", panels[title]) for title in ("Whole step", "Generation, per token"))
 
@@ -79,7 +80,7 @@ def test_the_keys_of_the_json_are_those_that_the_documents_promise():
     text = (ROOT / "docs" / "reference.md").read_text()
     promised = {
         "": {"schema", "base", "problems", "caveats", "comparisons", "runs"},
-        "comparisons": {"run", "base", "what", "ratio", "first", "last", "sentence"},
+        "comparisons": {"run", "base", "what", "ratio", "first", "last"},
         "runs": {"name", "trainer", "plugin", "sources", "remarks", "steps"} | {"earned", "speculation", "findings"},
         "speculation": {"first", "last", "state", "reason", "why"},
         "findings": {"level", "text", "step"},

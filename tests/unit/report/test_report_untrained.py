@@ -56,4 +56,4 @@ def test_a_slice_that_is_logged_again_is_no_training_either(tmp_path: Path) -> N
     rows = [{**LINES[min(s, 2)], **last, "step": s + 1} for s in range(8)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert "the draft was trained" not in text(tmp_path)
-    assert make_report([tmp_path]).views[0].run.trained == (1,)
+    assert make_report([tmp_path]).runs[0].trained == (1,)
