@@ -13,6 +13,7 @@ from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.read import ReportError, read_runs
 from spec_plugin.commands.report.run import LoggedRun, Spread
 from spec_plugin.commands.report.states import spans_of
+from spec_plugin.errors import SpecPluginError
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 2
@@ -59,7 +60,7 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     for path in dict.fromkeys(paths):
         try:
             found += [(path, run) for run in read_runs(path, formats)]
-        except ReportError as error:
+        except SpecPluginError as error:
             problems.append(str(error))
     if not found:
         raise ReportError("\n".join(problems))

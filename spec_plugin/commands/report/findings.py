@@ -95,9 +95,9 @@ def _speed(run: LoggedRun) -> Iterator[RunFinding]:
 def _draft(run: LoggedRun) -> Iterator[RunFinding]:
     """Refreshes that were refused, training that comes to nothing, a draft that stands still."""
     if refused := {s: n for s, n in run.series("spec/refresh_refused").items() if n}:
-        text = f"the engine refused {max(refused.values()):.0f} refreshes of the draft, first at step {min(refused)}"
-        yield RunFinding("warn", f"{text}; it kept the one before", min(refused))
-    if run.series("spec/train_steps") and not run.trained:
+        text = f"refreshes that the engine refused: {max(refused.values()):.0f}, the first at step {min(refused)}"
+        yield RunFinding("warn", f"{text}; it kept the draft before", min(refused))
+    if run.series("spec/train_steps") and any(run.series("spec/train_ms").values()) and not run.trained:
         text = "draft training got time, and its optimizer made no optimizer step: a larger train_share gives it more"
         yield RunFinding("warn", text)
     for _, same in groupby(run.series("spec/draft_version").items(), itemgetter(1)):
@@ -125,10 +125,8 @@ def _log_probs(run: LoggedRun) -> Iterator[RunFinding]:
 def _guard(run: LoggedRun) -> Iterator[RunFinding]:
     """Alarms of plain text, and whether the log-probs were compared at all."""
     if alarms := {s: n for s, n in run.series("spec/logprob_alarms").items() if n}:
-        text = (
-            f"{max(alarms.values()):.0f} phases without drafts failed the log-prob check, first at step {min(alarms)}"
-        )
-        yield RunFinding("warn", f"{text}: engine and actor disagree", min(alarms))
+        text = f"phases without drafts that failed the log-prob check: {max(alarms.values()):.0f}"
+        yield RunFinding("warn", f"{text}, the first at step {min(alarms)}: engine and actor disagree", min(alarms))
     for level, name, low, high, text in _BOUNDS:
         if steps := [s for s, v in run.series(f"spec/{name}").items() if not low <= v <= high]:
             yield RunFinding(level, text.format(_steps(steps)), steps[0])
@@ -147,7 +145,7 @@ def _costs(run: LoggedRun) -> Iterator[RunFinding]:
     yield RunFinding("warn" if share > _DEAR else "fine", f"the flag's own work took {whole}: {text}")
     ahead = [*takewhile(lambda step: saved[step] >= cost[step], reversed(saved))]
     if ahead and earned.saved_s > 0.0:
-        text = f"from step {ahead[-1]} on all steps so far had saved what they had cost"
+        text = f"from step {ahead[-1]} on drafting had saved, in all, at least what it had cost"
         yield RunFinding("fine", text, ahead[-1])
 
 

@@ -52,8 +52,9 @@ def read_runs(path: Path, formats: Sequence[LogFormat]) -> list[LoggedRun]:
     read = []
     for home, of_run in runs.items():
         name = str(home.relative_to(top)) if top in home.parents else home.resolve().name
-        readers = {file: known[file][0] for file in of_run}
-        read.append(_read(name, dict(sorted(readers.items(), key=_order)), formats))
+        states = sorted((file for file in of_run if known[file][0] is _state), key=_number)
+        others = sorted((file for file in of_run if known[file][0] is not _state), key=lambda file: file.name)
+        read.append(_read(name, {file: known[file][0] for file in (*states, *others)}, formats))
     if not any(run.steps for run in read):
         remarks = [remark for run in read for remark in run.remarks]
         raise ReportError("; ".join([f"{path}: no step of a trainer is in it yet", *remarks[:3], _accepted(formats)]))
@@ -97,10 +98,9 @@ def _read(name: str, readers: Mapping[Path, Reader], formats: Sequence[LogFormat
     return LoggedRun(name, "", steps, tuple(remarks), tuple(map(str, readers)))
 
 
-def _order(file_and_reader: tuple[Path, Reader]) -> tuple[bool, int, str]:
-    """Checkpoints first, by the last number in their folders' names, so that ``-9`` comes before ``-10``; event files by time."""
-    file, reader = file_and_reader
-    return reader is not _state, int([0, *re.findall(r"\d+", file.parent.name)][-1]) * (reader is _state), file.name
+def _number(state: Path) -> int:
+    """The last number in the name of a checkpoint's folder, so that ``checkpoint-9`` comes before ``checkpoint-10``."""
+    return int([0, *re.findall(r"\d+", state.parent.name)][-1])
 
 
 def _state(file: Path, formats: Sequence[LogFormat], remarks: list[str]) -> Iterator[Step]:

@@ -50,9 +50,9 @@ def test_a_run_that_was_resumed_began_to_count_anew():
 
 def test_it_is_said_from_which_step_on_drafting_had_paid_for_all_until_then():
     run = made(9, spec_saved_so_far_s=lambda s: 4.0 * s, spec_cost_so_far_s=lambda s: 10.0 + s)
-    assert "from step 4 on all steps so far had saved what they had cost" in [f.text for f in findings_of(run)]
+    assert "from step 4 on drafting had saved, in all, at least what it had cost" in [f.text for f in findings_of(run)]
     lost = made(9, spec_saved_so_far_s=lambda s: 9.0 * (s < 5), spec_cost_so_far_s=5.0)
-    assert not [f for f in findings_of(lost) if "so far had saved" in f.text]
+    assert not [f for f in findings_of(lost) if "had saved, in all" in f.text]
 
 
 def test_a_run_that_did_not_log_it_has_no_such_line():

@@ -202,7 +202,7 @@ def test_refused_refreshes_and_a_draft_that_stands_still_are_named():
     )
     assert texts(run, "warn") == [
         "the draft was trained at steps 4, 5, 6, 7, 8, but the engine kept serving one version",
-        "the engine refused 2 refreshes of the draft, first at step 5; it kept the one before",
+        "refreshes that the engine refused: 2, the first at step 5; it kept the draft before",
     ]
 
 
