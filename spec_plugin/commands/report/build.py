@@ -11,16 +11,15 @@ from pathlib import Path
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.read import ReportError, read_runs
-from spec_plugin.commands.report.run import LoggedRun, Spread
+from spec_plugin.commands.report.run import SIDE_BY_SIDE, LoggedRun, Spread
 from spec_plugin.commands.report.states import spans_of
 from spec_plugin.errors import SpecPluginError
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 2
 MARKS = {"bad": "error", "warn": "warning", "fine": "ok"}
-#: what is compared; of each, smaller is faster
-_COMPARED = {"ms_per_token": "generation, per token", "generation_s": "generation that the trainer waits for"}
-_COMPARED |= {"step_s": "whole step"}
+#: of what is set side by side, what is compared step by step; of each, smaller is faster
+_COMPARED = ("ms_per_token", "generation_s", "step_s")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def compare(run: LoggedRun, base: LoggedRun) -> Iterator[Comparison]:
         theirs = base.series(name)
         ratios = {s: theirs[s] / v for s, v in run.series(name).items() if s >= start and v > 0 and s in theirs}
         if run.trainer == base.trainer and (spread := Spread.of(ratios.values())):
-            yield Comparison(run.name, base.name, _COMPARED[name], spread, min(ratios), max(ratios))
+            yield Comparison(run.name, base.name, SIDE_BY_SIDE[name][0], spread, min(ratios), max(ratios))
 
 
 def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:

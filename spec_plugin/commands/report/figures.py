@@ -29,6 +29,7 @@ _SETTINGS = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), _INK),
 }
 _DOTS_UP_TO = 80  # steps
+_LETTERS = 60  # of a legend, side by side
 
 
 def draw(panel: Panel, salt: str, spans: Sequence[StateSpan] = ()) -> str:
@@ -59,7 +60,8 @@ def draw(panel: Panel, salt: str, spans: Sequence[StateSpan] = ()) -> str:
         if panel.level is not None:
             axes.axhline(panel.level, color=_INK, linewidth=0.8)
         if len(labels := axes.get_legend_handles_labels()[1]) > 1:
-            figure.legend(loc="outside lower left", ncols=3 if max(map(len, labels)) < 18 else 2, columnspacing=1.2)
+            columns = max(1, _LETTERS // (max(map(len, labels)) + 6))  # a sample of the line is as long as six letters
+            figure.legend(loc="outside lower left", ncols=columns, columnspacing=1.2)
         if axes.dataLim.ymin >= 0.0 and not panel.log:
             axes.set_ylim(bottom=0.0)
         target = io.StringIO()

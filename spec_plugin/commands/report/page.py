@@ -11,18 +11,8 @@ from spec_plugin.commands.report.figures import draw
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.panels import panels_of, together
 from spec_plugin.commands.report.read import ReportError
-from spec_plugin.commands.report.run import LoggedRun, Spread, only
+from spec_plugin.commands.report.run import SIDE_BY_SIDE, LoggedRun, Spread, only
 from spec_plugin.commands.report.states import spans_of
-
-#: of the table that begins the page: a heading, a metric and its format
-_COLUMNS = (
-    ("reward", "reward", ".3f"),
-    ("generation, ms a token", "ms_per_token", ".2f"),
-    ("rollouts, s", "generation_s", ".2f"),
-    ("step, s", "step_s", ".2f"),
-    ("acceptance", "spec/acceptance_length", ".2f"),
-    ("decoding speed-up", "spec/speedup_realised", ".2f"),
-)
 
 
 def to_html(report: Report) -> str:
@@ -38,7 +28,7 @@ def to_html(report: Report) -> str:
         text = f"the page is made with jinja2 and matplotlib, which are not both installed here ({error})"
         raise ReportError(f"{text}: pip install 'spec-plugin[report]', or take the numbers with --json") from error
     runs = report.runs
-    columns = [column for column in _COLUMNS if any(run.series(column[1]) for run in runs)]
+    columns = [metric for metric in SIDE_BY_SIDE if any(run.series(metric) for run in runs)]
     common = sorted(set(runs[0].numbers).intersection(*(run.numbers for run in runs)))[1:]
     sections = []
     for run in runs:
@@ -50,7 +40,7 @@ def to_html(report: Report) -> str:
         report=report,
         version=__version__,
         marks=MARKS,
-        columns=["steps", "with drafts", *(heading for heading, *_ in columns)],
+        columns=["steps", "with drafts", *(", ".join(SIDE_BY_SIDE[metric]) for metric in columns)],
         rows=[_row(run, columns, common) for run in runs],
         common=common,
         together=[(panel.title, draw(panel, "together")) for panel in together(runs)] if len(runs) > 1 else [],
@@ -58,12 +48,12 @@ def to_html(report: Report) -> str:
     )
 
 
-def _row(run: LoggedRun, columns: Sequence[tuple[str, str, str]], common: Sequence[int]) -> list[str]:
+def _row(run: LoggedRun, columns: Sequence[str], common: Sequence[int]) -> list[str]:
     """A run's line of the table: medians with quartiles, of the steps that all runs have."""
     cells = [run.name, str(len(run.numbers)), str(len(run.drafted)) if run.has_plugin else "plain"]
-    for _, metric, form in columns:
+    for metric in columns:
         steps = set(common).intersection(run.drafted) if metric == "spec/acceptance_length" else common
         hidden = metric == "ms_per_token" and run.overlaps  # what training hides is not in it
         spread = None if hidden else Spread.of(only(run.series(metric), steps).values())
-        cells.append(spread.text(form) if spread else "–")
+        cells.append(spread.text() if spread else "–")
     return cells

@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from spec_plugin.commands.report.run import LoggedRun, Series, only
+from spec_plugin.commands.report.run import SIDE_BY_SIDE, LoggedRun, Series, only
 from spec_plugin.commands.report.states import StateSpan
 
-#: of a run's name in a legend
-_LETTERS = 27
-#: what several runs are drawn of together
-_TOGETHER = {
-    "ms_per_token": ("Generation, per token", "ms"),
-    "generation_s": ("Generation that the trainer waits for", "seconds"),
-    "step_s": ("Whole step", "seconds"),
-    "spec/acceptance_length": ("Acceptance length", "tokens per forward pass"),
-    "spec/speedup_realised": ("Decoding speed-up, realised", "x plain decoding"),
-    "reward": ("Reward", "mean"),
-}
 #: of log-probs: a metric, what its line is called, and its style
 _DIFFERENCES = (
     ("diff_mean", "mean", "-"),
@@ -61,16 +50,11 @@ def together(runs: Sequence[LoggedRun]) -> Iterator[Panel]:
 
     A run keeps its place among the lines, and so its colour; its series is empty where it has no such numbers.
     """
-    labels = short_names([run.name for run in runs])
-    for name, (title, unit) in _TOGETHER.items():
+    for name, (title, unit) in SIDE_BY_SIDE.items():
         series = [{} if name == "ms_per_token" and run.overlaps else _settled(run, name) for run in runs]
         if sum(map(bool, series)) >= (1 if name.startswith("spec/") else 2):
-            yield Panel(title, unit, tuple(map(Line, series, labels)))
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Names that a legend has room for: long ones by their number and their end."""
-    return [n if len(n) <= _LETTERS else f"{i}: …{n[5 - _LETTERS :]}" for i, n in enumerate(names, 1)]
+            lines = tuple(Line(points, run.name) for points, run in zip(series, runs, strict=True))
+            yield Panel(title[0].upper() + title[1:], unit, lines)
 
 
 def _speculation(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:

@@ -12,6 +12,15 @@ import numpy as np
 
 #: values of one metric by step, in the order of the steps; steps that did not log it are missing
 Series = dict[int, float]
+#: what runs are set side by side by: a metric, what it is called, and its unit
+SIDE_BY_SIDE = {
+    "ms_per_token": ("generation, per token", "ms"),
+    "generation_s": ("generation that the trainer waits for", "seconds"),
+    "step_s": ("whole step", "seconds"),
+    "spec/acceptance_length": ("acceptance length", "tokens per forward pass"),
+    "spec/speedup_realised": ("decoding speed-up, realised", "x plain decoding"),
+    "reward": ("reward", "mean"),
+}
 #: the plugin's own work that is logged by itself, in milliseconds
 _WORK = {"draft training": "spec/train_ms", "refresh": "spec/refresh_ms", "harvest": "spec/harvest_ms"}
 
