@@ -25,7 +25,7 @@ from spec_plugin import hookspecs
 from spec_plugin.builtin.registry import optional_packages
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
 from spec_plugin.commands.graphs import never_run, runners_by_method
-from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, version_of, without_accelerator
+from spec_plugin.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, device_type, version_of
 from spec_plugin.errors import PatchError, SpecConfigError
 from spec_plugin.events import TargetInfo
 from spec_plugin.hub import DraftNotHereError, draft_folder
@@ -150,10 +150,10 @@ def examine_capabilities() -> tuple[Diagnosis, ...]:
 
 def examine_engine() -> tuple[Diagnosis, ...]:
     """Which of vLLM's model runners, with which CUDA graphs, each method gets, and what of a run on a GPU nobody has tried."""
-    device_type = "cpu" if without_accelerator() else "cuda"
+    device = device_type()
     return (
-        Diagnosis("model runner", "ok", runners_by_method(device_type)),
-        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", never_run(device_type)),
+        Diagnosis("model runner", "ok", runners_by_method(device)),
+        Diagnosis("never run on a GPU", "ok" if device == "cpu" else "note", never_run(device)),
     )
 
 
@@ -202,7 +202,7 @@ def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
         return [Diagnosis(entry.name, "fail", f"importing {module_for(entry, 'doctor')}: {_said(error)}", fix)]
     if doctor and entry.name not in (here := _trainers()) and here:
         return [Diagnosis(entry.name, "note", f"not for this environment, whose trainer is {', '.join(here)}")]
-    switched = list(doctor.on_cpu()) if doctor and without_accelerator() else []
+    switched = list(doctor.on_cpu()) if doctor and device_type() == "cpu" else []
     if any(finding.state == "fail" for finding in switched):
         return switched
     try:
@@ -292,7 +292,7 @@ def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: 
     found = Diagnosis("target", "ok", f"a draft would use the input of layers {layers}")
     if new_draft and (why_not := unreadable(hf_config)) is not None:
         found = Diagnosis("target", "fail", why_not[1], INSTEAD)
-    elif made.head_dim < _CPU_HEAD_DIM and _on_cpu():
+    elif made.head_dim < _CPU_HEAD_DIM and device_type() == "cpu":
         why = f"head_dim={made.head_dim}: vLLM's CPU attention takes {_CPU_HEAD_DIM} or more"
         found = Diagnosis("target", "fail", why, f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU")
     return [found, _memory(hf_config, made)]
@@ -304,7 +304,7 @@ def _memory(hf_config: Mapping[str, Any], made: DraftConfig) -> Diagnosis:
     from spec_plugin.builtin.trainer import TRAIN_TOKENS
     from spec_plugin.config import SpecConfig
 
-    device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
+    device, steps = device_type(), TrainSettings.first_steps  # further ones come with fewer tokens
     tokens, tied = TRAIN_TOKENS[device], bool(text_part(hf_config).get("tie_word_embeddings"))
     cuda, held = device == "cuda", SpecConfig.parse({}).buffer_mb << 20
     found = training_memory(made, tokens, steps, 2 if cuda else 4, tied, on_card=cuda, documents=held if cuda else 0)
@@ -317,15 +317,6 @@ def _memory(hf_config: Mapping[str, Any], made: DraftConfig) -> Diagnosis:
     )
     detail = f"weights {always}; {what} {slices}, {where}"
     return Diagnosis("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")
-
-
-def _on_cpu() -> bool:
-    try:
-        from spec_plugin.engine.repairs.on_cpu import on_cpu
-
-        return on_cpu()
-    except ImportError:
-        return False
 
 
 def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Diagnosis:

@@ -163,7 +163,7 @@ def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_t
     for switch in ("VERL_PLATFORM", "SPEC_PLUGIN_TRL_CPU"):
         monkeypatch.delenv(switch, raising=False)
     monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
     monkeypatch.setattr(doctor, "_trainers", lambda: [trainer])
     before = dict(os.environ)
     (finding,) = doctor._examine_adapter(adapter(trainer))
@@ -209,26 +209,26 @@ def test_a_target_that_can_have_no_draft_fails(change, said):
 
 
 def test_small_heads_fail_on_a_cpu_only(monkeypatch):
-    for on_cpu, state in ((True, "fail"), (False, "ok")):
-        monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
+    for device, state in (("cpu", "fail"), ("cuda", "ok")):
+        monkeypatch.setattr(doctor, "device_type", lambda device=device: device)
         assert examine_target(TARGET | {"head_dim": 16, "num_attention_heads": 2})[0].state == state
 
 
 def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(monkeypatch):
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 32_768, "num_attention_heads": 16}
     found = {}
-    for on_cpu in (True, False):
-        monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(doctor, "device_type", lambda device=device: device)
         _, finding = examine_target(TARGET | shape)
-        found[on_cpu] = finding.detail
-    assert "in a step of 512 tokens" in found[True] and "always" in found[True]
-    assert "in a step of 8192 tokens" in found[False] and "in host memory between them" in found[False]
+        found[device] = finding.detail
+    assert "in a step of 512 tokens" in found["cpu"] and "always" in found["cpu"]
+    assert "in a step of 8192 tokens" in found["cuda"] and "in host memory between them" in found["cuda"]
     made = DraftConfig.from_target(TARGET | shape)
     # a card gets the policy's head in bfloat16, and all that the buffer holds; the embedding stays with the host
     of_slices = 4 * made.parameters + 2 * 32_768 * 1024 + 2**30
     assert (
-        f"weights {4 * made.parameters / 2**30:.2f} GiB" in found[False]
-        and f"{of_slices / 2**30:.2f} GiB" in found[False]
+        f"weights {4 * made.parameters / 2**30:.2f} GiB" in found["cuda"]
+        and f"{of_slices / 2**30:.2f} GiB" in found["cuda"]
     )
     assert len(examine_target({"model_type": "unheard of"})) == 1, "nothing of a draft that cannot be made"
 

@@ -82,7 +82,7 @@ def test_the_part_beside_an_adapter_is_preferred_to_one_in_it() -> None:
 def test_a_strangers_adapter_is_asked_as_ours_are(
     stand_in: AdapterDoctor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cuda")
     assert [(f.name, f.state) for f in doctor.examine_adapters()] == [("theirs", "ok"), ("their actor", "ok")]
     assert said == ["examine"]
     versions = {f.name: f for f in doctor.examine_versions()}
@@ -94,7 +94,7 @@ def test_a_strangers_adapter_is_asked_as_ours_are(
 def test_on_a_cpu_the_switches_come_before_all_else(
     stand_in: AdapterDoctor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
     names = [f.name for f in doctor.examine_adapters()]
     assert names == ["their platform", "theirs", "their actor"] and said == ["on_cpu", "examine"]
 

@@ -45,7 +45,7 @@ def test_the_graphs_follow_runner_device_and_options(
 
 
 def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cuda")
     runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "it lacks it", refused=True)}
     monkeypatch.setattr(graphs, "METHODS", {name: {"method": name} for name in runners})
     monkeypatch.setattr(graphs, "runner_of", lambda settings, device: runners[settings["method"]])
@@ -58,6 +58,6 @@ def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert said in runner.detail
     assert never.detail == never_run("cuda")
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
     runner, never = doctor.examine_engine()
     assert (runner.state, never.state) == ("ok", "ok") and "graphs" not in runner.detail
