@@ -161,39 +161,15 @@ def test_a_range_that_an_adapters_own_distribution_declares_is_looked_at(
 def trl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     from spec_plugin_trl import doctor as found
 
-    for name in ("SPEC_PLUGIN_TRL", "SPEC_PLUGIN_TRL_CPU"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SPEC_PLUGIN_TRL_CPU", raising=False)
     return found
 
 
-@pytest.mark.parametrize(
-    ("value", "state", "said"),
-    [
-        ("1", "note", "all options at their defaults; by itself it turns nothing on"),
-        ("k=5 train_share=0.25", "note", "k=5, train_share=0.25; by itself it turns nothing on"),
-        ("0", "ok", "off"),
-        ("k=99", "fail", "k"),
-        ("fast", "fail", "'fast' is neither 1 nor 0 nor name=value"),
-        ("k='5", "fail", "quotation"),
-    ],
-)
-def test_what_trls_flag_says_is_read_as_a_run_reads_it(
-    trl: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str, state: str, said: str
-) -> None:
-    monkeypatch.setenv("SPEC_PLUGIN_TRL", value)
-    finding = trl.what_the_flag_says()
-    assert finding.state == state and said in finding.detail and (state == "ok" or finding.fix)
-
-
-def test_a_flag_that_is_not_set_is_not_spoken_of_and_unsloth_is_where_it_is_installed(
-    trl: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsloth_is_spoken_of_where_it_is_installed(trl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "wrapped_symbols", lambda: iter(()))
     assert not list(trl.examine())
-    monkeypatch.setenv("SPEC_PLUGIN_TRL", "1")
     monkeypatch.setattr(trl, "find_spec", lambda name: SimpleNamespace() if name == "unsloth" else None)
-    flag, unsloth = trl.examine()
-    assert flag.name == "trl flag"
+    (unsloth,) = trl.examine()
     assert unsloth.state == "note" and "generated trainers and engines are refused" in unsloth.detail
 
 
