@@ -41,8 +41,6 @@ class RunFacts:
     model_option: str  # where the user gives the model
     shape: str  # ranks, engines and how they are split, in words
     shapes: tuple[str, ...]  # deployment shapes that it uses, as the conformance kit names them
-    eager: bool = False  # the engine runs without graphs
-    graphs: str = "FULL_AND_PIECEWISE (vLLM's own choice)"  # the engine's graph mode otherwise
     sleeps: bool = False  # the engine gives its memory back between rollouts
     rollout_in_loss: str = ""  # the option by which rollout log-probs enter the loss; empty: they do not
     bypass: bool = False  # the trainer skips its own log-prob pass

@@ -65,7 +65,6 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         model_option=options.MODEL,
         shape=_shape(flags),
         shapes=_shapes(flags),
-        eager=flags.eager,
         sleeps=bool(flags.sleep),
         rollout_in_loss="" if flags.correction == "off" else options.CORRECTION,
     )

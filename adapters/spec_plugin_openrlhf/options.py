@@ -17,7 +17,6 @@ _FLAGS: Mapping[str, tuple[str, Any]] = {
     MODEL: ("model", None),
     "--vllm.num_engines": ("engines", 0),
     "--vllm.tensor_parallel_size": ("tensor_parallel", 1),
-    "--vllm.enforce_eager": ("eager", False),
     "--vllm.enable_sleep": ("sleep", False),
     "--rollout.temperature": ("temperature", 1.0),
     "--rollout.top_p": ("top_p", 1.0),

@@ -156,7 +156,9 @@ def _dry_run(words: Sequence[str], spec: SpecConfig, unseen: list[str]) -> tuple
             answered = json.loads(text_of(out))
             objections = [Objection(**one) for one in answered["objections"]]
             return {**answered["fields"], MODEL: answered["model"]}, objections
-    said = ran.stderr.strip().rpartition("\n")[2] if ran.returncode else "it made no GRPOTrainer or RLOOTrainer of TRL's"
+    said = (
+        ran.stderr.strip().rpartition("\n")[2] if ran.returncode else "it made no GRPOTrainer or RLOOTrainer of TRL's"
+    )
     unseen.append(f"{words[0]}: its dry run ended before it made a trainer: {said}")
     return {}, []
 

@@ -100,16 +100,15 @@ def _plan(config: Any, entry: Entry, find: FindModel) -> RunPlan:
     found += recurrent.objections(hf, actor.strategy, packed, spec.recurrent_states == "try")
     correction = config.algorithm.get("rollout_correction") or {}
     corrects = [name for name in ("bypass_mode", "rollout_is", "rollout_rs") if correction.get(name)]
-    arguments = options.engine_arguments(rollout)
     facts = RunFacts(
         spec=spec,
-        target=options.target_info(rollout, str(model.path), hf, model, engine_options=arguments),
+        target=options.target_info(
+            rollout, str(model.path), hf, model, engine_options=options.engine_arguments(rollout)
+        ),
         model=looked_up,
         model_option="actor_rollout_ref.model.path",
         shape=_shape(config, entry),
         shapes=_shapes(config, entry, hf.get("model_type")),
-        eager=bool(arguments["enforce_eager"]),
-        graphs=options.graph_mode(rollout),
         sleeps=bool(rollout.free_cache_engine),
         rollout_in_loss=f"algorithm.rollout_correction.{corrects[0]}" if corrects else "",
         bypass="bypass_mode" in corrects,

@@ -159,14 +159,6 @@ def engine_arguments(rollout: Any) -> dict[str, Any]:
     return {**own, "tensor_parallel_size": rollout.tensor_model_parallel_size, **engine_kwargs(rollout)}
 
 
-def graph_mode(rollout: Any) -> str:
-    """vLLM's ``cudagraph_mode``, which verl sets where the user does not."""
-    config = engine_kwargs(rollout).get("compilation_config") or {}
-    if not isinstance(config, Mapping):  # a level, or JSON
-        return f"vLLM's choice for compilation_config={config!r}"
-    return str(config.get("cudagraph_mode") or "FULL_AND_PIECEWISE")
-
-
 def _length(arguments: Mapping[str, Any], hf_config: Mapping[str, Any], model: Any) -> int | None:
     """Of the engine's texts; where nobody asks it is the model's positions, as ``override_config`` changes them, unscaled."""
     changed = as_builtin(getattr(model, "override_config", None)) or {}

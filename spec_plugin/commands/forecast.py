@@ -77,9 +77,7 @@ def judge(plan: RunPlan) -> Judgement:
         try:
             method = _method(run)
             instead = "set spec.draft_sample_method to greedy"
-            objections += _raised(
-                "a spec option", instead, check_speculative_config, method.settings, device_type()
-            )
+            objections += _raised("a spec option", instead, check_speculative_config, method.settings, device_type())
             check_states(target.hf_config, method.ragged, method.name)
             notes += _about_target(run, method)
         except DraftNotHereError as error:
@@ -149,7 +147,7 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, device)
     yield "model runner", runner.words
-    yield "CUDA graphs", graphs_of(runner, device, run.graphs, run.eager)
+    yield "CUDA graphs", graphs_of(runner, device)
     yield "never run on a GPU", never_run(device)
     checked = "every response, against the actor's"
     if run.bypass:

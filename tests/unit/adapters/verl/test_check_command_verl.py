@@ -218,7 +218,8 @@ def test_what_verl_itself_would_stumble_over_is_an_objection_and_no_crash(argume
 
 
 @pytest.mark.parametrize(
-    "line", [("bash", "run.sh"), ("./run.sh", "trainer.nnodes=2"), ("NCCL_DEBUG=INFO", "sh", "run.sh"), ("python", "my.py")]
+    "line",
+    [("bash", "run.sh"), ("./run.sh", "trainer.nnodes=2"), ("NCCL_DEBUG=INFO", "sh", "run.sh"), ("python", "my.py")],
 )
 def test_a_script_is_not_judged_and_told_what_to_give_instead(line: tuple[str, ...]) -> None:
     with pytest.raises(SpecConfigError, match="write `echo` before the line") as refused:

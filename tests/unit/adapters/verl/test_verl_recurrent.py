@@ -27,7 +27,10 @@ def test_the_installed_verl_tells_borders_to_the_layers_of_the_models_that_are_n
     for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl"):
         source = parsed(source_of("verl", f"models/transformers/{name.removesuffix('_moe')}.py"))
         forwards = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef)]
-        if any(f.name.endswith("gated_delta_net_forward") and "cu_seqlens" in {a.arg for a in f.args.args} for f in forwards):
+        if any(
+            f.name.endswith("gated_delta_net_forward") and "cu_seqlens" in {a.arg for a in f.args.args}
+            for f in forwards
+        ):
             told.append(name)
     assert tuple(told) == recurrent.BORDERS_ARE_TOLD
 
