@@ -44,7 +44,8 @@ _OURS = ("speculative_config", "scheduler_cls", "worker_extension_cls")
 Refused = tuple[str, tuple[Any, ...], str, str]
 _OFF = (None, False)
 #: of a mixture of experts, verl has the actor take the routes that the engine took
-_ROUTES = "the replay of the rollouts' routes (R3: nobody has shown that vLLM returns those of accepted tokens alone)"
+_ROUTES = "the replay of the rollouts' routes (R3)"
+_NOT_SHOWN = "nobody has shown that vLLM returns those of accepted tokens alone"
 _OF_ROLLOUT: tuple[Refused, ...] = (
     ("name", ("vllm",), "rollouts by {value}", "set it to vllm"),
     ("pipeline_model_parallel_size", (1,), "pipeline parallel engines", "set it to 1"),
@@ -57,7 +58,7 @@ _OF_ROLLOUT: tuple[Refused, ...] = (
         "enable_rollout_routing_replay",
         _OFF,
         _ROUTES,
-        "set it to False, and router_replay.mode to R2, which replays the actor's own",
+        f"set it to False, and router_replay.mode to R2, which replays the actor's own ({_NOT_SHOWN})",
     ),
 )
 _OF_VLLM: tuple[Refused, ...] = (
@@ -69,7 +70,7 @@ _OF_THE_ROUTER: Refused = (
     "router_replay.mode",
     (None, "disabled", "R2"),
     _ROUTES,
-    "set it to R2, which replays the actor's own, or to disabled",
+    f"set it to R2, which replays the actor's own, or to disabled ({_NOT_SHOWN})",
 )
 _GRAPHS = (None, False, "none"), "CUDA graphs of Megatron actors", "remove it"
 _OF_MEGATRON: tuple[Refused, ...] = (

