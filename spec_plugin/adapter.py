@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spec_plugin.arguments import ENABLE, PREFIX, help_text, read_config, split_arguments
     from spec_plugin.blocking import callers_stream, run_blocking
     from spec_plugin.config import NAME, SpecConfig, meant_for_us
-    from spec_plugin.diagnosis import AdapterDoctor, Diagnosis, look_up, missing_for_cpu, version_of
+    from spec_plugin.diagnosis import AdapterDoctor, Diagnosis, look_up, switch_to_cpu, version_of
     from spec_plugin.engine.calls import EngineCalls, SpecEngineMethods
     from spec_plugin.engine.configuration import configuration, planned_configuration
     from spec_plugin.engine.extension import SpecWorkerExtension
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from spec_plugin.manager import create_manager
     from spec_plugin.outside import text_of
     from spec_plugin.ranks import actor_group, is_first, of_first, together
-    from spec_plugin.refusals import Objection, load_hf_config, refuse, unsupported
-    from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch
+    from spec_plugin.refusals import Objection, load_hf_config, refuse, truncated_in_loss, unsupported, wrong_option
+    from spec_plugin.run_plan import FindModel, Model, RunFacts, RunPlan, refuse_script, split_launch
     from spec_plugin.session import SpecSession, method_of
     from spec_plugin.sources import folder_of, parsed, source_of
     from spec_plugin.speculation import Reason

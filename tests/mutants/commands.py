@@ -106,8 +106,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/commands/graphs.py",
         "graphs_of",
-        'if runner.v2 or "FULL" not in asked.upper():',
-        "if True:",
+        'f"{_KINDS[runner.v2]}, where the run asks for no fewer"',
+        'f"{_KINDS[True]}, where the run asks for no fewer"',
         "a user with a GPU is promised full CUDA graphs where vLLM makes piecewise ones",
         ("test_graphs.py",),
     ),
@@ -392,8 +392,8 @@ MUTATIONS = (
         ("test_check_command.py",),
     ),
     Mutation(
-        "spec_plugin/commands/forecast.py",
-        "_heads_of_the_draft",
+        "spec_plugin/builtin/methods/fit.py",
+        "refuse_unfit",
         ' and method.settings.get("draft_tensor_parallel_size") != 1',
         "",
         "a draft that runs on one rank is refused for its heads",
