@@ -14,7 +14,7 @@ from draft_training.parsing import lazily
 
 if TYPE_CHECKING:
     from spec_plugin.api.config import NAME, SpecConfig, meant_for_us
-    from spec_plugin.api.diagnosis import AdapterDoctor, Diagnosis, look_up, missing_for_cpu, version_of
+    from spec_plugin.api.diagnosis import AdapterDoctor, Diagnosis, look_up, switch_to_cpu, version_of
     from spec_plugin.api.errors import (
         LogprobProvenanceError,
         LosslessError,
@@ -53,8 +53,15 @@ if TYPE_CHECKING:
     from spec_plugin.plan.arguments import ENABLE, PREFIX, help_text, read_config, split_arguments
     from spec_plugin.plan.engine_class import keeps_states
     from spec_plugin.plan.logs import configure_logging
-    from spec_plugin.plan.refusals import Objection, load_hf_config, refuse, unsupported
-    from spec_plugin.plan.run_plan import FindModel, Model, RunFacts, RunPlan, split_launch
+    from spec_plugin.plan.refusals import (
+        Objection,
+        load_hf_config,
+        refuse,
+        truncated_in_loss,
+        unsupported,
+        wrong_option,
+    )
+    from spec_plugin.plan.run_plan import FindModel, Model, RunFacts, RunPlan, refuse_script, split_launch
     from spec_plugin.plan.sources import folder_of, parsed, source_of
     from spec_plugin.plan.text_files import text_of
     from spec_plugin.trainer.decoder import find_decoder, shared_with_draft, text_sizes

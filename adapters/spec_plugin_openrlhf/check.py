@@ -25,6 +25,7 @@ from spec_plugin.adapter import (
     split_arguments,
     split_launch,
     unsupported,
+    wrong_option,
 )
 from spec_plugin_openrlhf import options
 
@@ -49,7 +50,7 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         ours.pop(ENABLE, None)
         spec = read_config(ours)
     except SpecConfigError as error:
-        found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
+        found.append(wrong_option(error))
     theirs = [a for a in theirs if not a.startswith("--spec.")]
     flags, unreadable = options.read_flags(theirs)
     found += [*_unknown(theirs), *unreadable, *options.objections(flags)]
@@ -64,10 +65,8 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         model_option=options.MODEL,
         shape=_shape(flags),
         shapes=_shapes(flags),
-        eager=flags.eager,
-        tensor_parallel_option="--vllm.tensor_parallel_size",
         sleeps=bool(flags.sleep),
-        rollout_in_loss=flags.correction != "off",
+        rollout_in_loss="" if flags.correction == "off" else options.CORRECTION,
     )
     return RunPlan("openrlhf", tuple(found), facts, _notes(flags))
 
@@ -150,6 +149,4 @@ def _notes(flags: argparse.Namespace) -> tuple[str, ...]:
             "partial rollouts: the draft is refreshed while the engines are paused for a weight sync; requests in flight go on "
             "with it, and wait where the engine is tested once more, before a trained draft is first served"
         )
-    if flags.sleep:
-        notes.append("the engine sleeps between rollouts: the draft is refreshed after each wake")
     return tuple(notes)

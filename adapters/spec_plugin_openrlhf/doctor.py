@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from spec_plugin.adapter import AdapterDoctor, Diagnosis, look_up, missing_for_cpu
+from spec_plugin.adapter import AdapterDoctor, Diagnosis, look_up, switch_to_cpu
 
-_ADAPTER = "spec_plugin_openrlhf"
+_ADAPTER, _CPU = "spec_plugin_openrlhf", "spec_plugin_openrlhf_cpu"
 _ACTORS = {"openrlhf engine": "engine.SpecRolloutRayActor", "openrlhf policy": "policy.SpecPolicyModelActor"}
 
 
-def switch_to_cpu() -> Iterable[Diagnosis]:
+def on_cpu() -> Iterable[Diagnosis]:
     """Set DeepSpeed's CPU switch in this process, install the shims, and say so."""
-    if missing := missing_for_cpu("openrlhf", "spec_plugin_openrlhf_cpu"):
-        return missing
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import_module("spec_plugin_openrlhf_cpu").setup_worker()
-    command = "DS_ACCELERATOR=cpu python -m spec_plugin_openrlhf_cpu spec_plugin_openrlhf …"
-    return [
-        Diagnosis("openrlhf platform", "note", "only vLLM's CPU build is here", f"a run is started with: {command}")
-    ]
+    needs = f"a run is started with: DS_ACCELERATOR=cpu python -m {_CPU} {_ADAPTER} …"
+    said = switch_to_cpu("openrlhf", _CPU, needs, {"DS_ACCELERATOR": "cpu"})
+    if said[0].state != "fail":
+        import_module(_CPU).setup_worker()
+    return said
 
 
 def examine() -> Iterable[Diagnosis]:
@@ -45,5 +41,5 @@ DOCTOR = AdapterDoctor(
     },
     vllm="openrlhf[vllm]",
     examine=examine,
-    on_cpu=switch_to_cpu,
+    on_cpu=on_cpu,
 )

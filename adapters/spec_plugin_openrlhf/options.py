@@ -10,15 +10,13 @@ from typing import Any
 from spec_plugin.adapter import Objection, SpecConfig, TargetInfo, keeps_states, load_hf_config, refuse, unsupported
 
 LEAVE_OUT = "leave out --spec.enable"
-MODEL = "--actor.model_name_or_path"
-
+MODEL, CORRECTION = "--actor.model_name_or_path", "--algo.advantage.is_correction_level"
 
 #: of OpenRLHF's flags the few that matter here: the name under which each is read, and OpenRLHF's default
 _FLAGS: Mapping[str, tuple[str, Any]] = {
     MODEL: ("model", None),
     "--vllm.num_engines": ("engines", 0),
     "--vllm.tensor_parallel_size": ("tensor_parallel", 1),
-    "--vllm.enforce_eager": ("eager", False),
     "--vllm.enable_sleep": ("sleep", False),
     "--rollout.temperature": ("temperature", 1.0),
     "--rollout.top_p": ("top_p", 1.0),
@@ -39,7 +37,7 @@ _FLAGS: Mapping[str, tuple[str, Any]] = {
     "--train.full_determinism_enable": ("deterministic", False),
     "--data.max_images_per_prompt": ("images", 0),
     "--critic.freezing_steps": ("freezing", -1),
-    "--algo.advantage.is_correction_level": ("correction", "off"),
+    CORRECTION: ("correction", "off"),
 }
 _AT_LEAST_ONE = ("tensor_parallel", "max_len", "nodes", "gpus_per_node", "ring")
 #: what each may be, what anything else would be, and what to do

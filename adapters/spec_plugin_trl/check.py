@@ -25,8 +25,10 @@ from spec_plugin.adapter import (
     SpecConfig,
     SpecConfigError,
     TargetInfo,
+    refuse_script,
     split_arguments,
     text_of,
+    wrong_option,
 )
 from spec_plugin_trl import flag, options
 
@@ -48,18 +50,23 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         arguments: the command line, from ``trl``, ``python``, ``accelerate`` or the script on; words ``SPEC_PLUGIN_TRL=…`` and
             ``--spec.*`` in it are options of ours, and ``--spec.dry_run`` asks for a dry run of its script.
         find: looks for the model's config.json.
+
+    Raises:
+        SpecConfigError: if the command line is that of a shell script.
     """
+    spec, words = SpecConfig.parse(None), [word for word in arguments if word != DRY_RUN]
     found: list[Objection] = []
     unseen: list[str] = []
-    spec, words = SpecConfig.parse(None), [word for word in arguments if word != DRY_RUN]
     try:
         spec, words = _options(words)
     except SpecConfigError as error:
-        found.append(Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them"))
+        found.append(wrong_option(error))
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None and not {"-m", *DEFAULTS} & {*words}:
+        refuse_script(words)
     if not options.trl_version():
         found.append(Objection("", "", "no TRL", "TRL is not installed here", "run it where it is", "trl"))
     fields = _given(words, unseen)
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if script is not None and DRY_RUN in arguments:
         seen, of_trainer = _dry_run(words[script:], spec, unseen)
         fields, found = {**fields, **seen}, [*found, *of_trainer]
@@ -79,7 +86,6 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         model_option="model",
         shape="one engine in each rank's own process; the ranks are the launcher's to choose",
         shapes=(),
-        tensor_parallel_option="vllm_tensor_parallel_size",
         sleeps=bool(fields.get("vllm_enable_sleep_mode")),
         rollout_in_loss=options.rollout_in_loss(fields.get),
     )
@@ -98,46 +104,33 @@ def _options(words: Sequence[str]) -> tuple[SpecConfig, list[str]]:
 def _given(words: Sequence[str], unseen: list[str]) -> dict[str, Any]:
     """Fields of the configuration that flags and the YAML file say, over TRL's defaults where nothing else can say them."""
     recipe = next((name for name in DEFAULTS if {name, f"trl.scripts.{name}"} & set(words)), "")
-    flags = _flags(words)
-    said = _of_yaml(Path(str(flags.pop("config"))), unseen) if "config" in flags else {}
+    flags, said = _flags(words), {}
+    if file := flags.pop("config", None):
+        try:
+            said = _of_yaml(text_of(Path(str(file))))
+            if not isinstance(said, dict):
+                raise SpecConfigError(f"it holds {type(said).__name__}, and no fields with values")
+        except SpecConfigError as error:
+            unseen.append(f"--config {file}: it cannot be read: {error}")
+            said = {}
     return {**DEFAULTS.get(recipe, OF_A_SCRIPT), **said, **flags}
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
     """``--name value``, ``--name=value`` and ``--name``, as TRL's parser takes them."""
     found: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    for word, behind in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
             name, has_value, value = word[2:].partition("=")
-            if not has_value:
-                value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-            found[name.replace("-", "_")] = _value(value)
+            text = value if has_value else "true" if behind.startswith("--") else behind
+            try:
+                found[name.replace("-", "_")] = None if text.lower() == "none" else _of_yaml(text)
+            except SpecConfigError:  # whatever it is
+                found[name.replace("-", "_")] = text
     return found
 
 
-def _value(text: str) -> Any:
-    try:
-        return None if text.lower() == "none" else _of_text(text)
-    except SpecConfigError:  # whatever it is
-        return text
-
-
-def _of_yaml(file: Path, unseen: list[str]) -> dict[str, Any]:
-    try:
-        content = _of_text(text_of(file))
-    except SpecConfigError as error:
-        unseen.append(f"--config {file}: it cannot be read: {error}")
-        return {}
-    if not isinstance(content, dict):
-        unseen.append(f"--config {file}: it holds {type(content).__name__}, and no fields with values")
-        return {}
-    return {str(name): value for name, value in content.items()}
-
-
-def _of_text(text: str) -> Any:
-    """What a text says in YAML."""
+def _of_yaml(text: str) -> Any:
     import yaml
 
     try:
@@ -154,42 +147,32 @@ def _dry_run(words: Sequence[str], spec: SpecConfig, unseen: list[str]) -> tuple
         spec: our options.
         unseen: why it was not seen is added here.
     """
-    given = spec.model_dump(exclude_unset=True)
+    environment = os.environ | {flag.FLAG: flag.joined(["1"], spec.model_dump(exclude_unset=True))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "spec_plugin_trl.dry_run", str(out), *words]
-        ran = subprocess.run(
-            command,
-            env=os.environ | {flag.FLAG: flag.joined(["1"], given)},
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-        if not out.exists():
-            said = (
-                ran.stderr.strip().rpartition("\n")[2]
-                if ran.returncode
-                else "it made no GRPOTrainer or RLOOTrainer of TRL's"
-            )
-            unseen.append(f"{words[0]}: its dry run ended before it made a trainer: {said}")
-            return {}, []
-        answered = json.loads(text_of(out))
-    return {**answered["fields"], MODEL: answered["model"]}, [Objection(**one) for one in answered["objections"]]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        if out.exists():
+            answered = json.loads(text_of(out))
+            objections = [Objection(**one) for one in answered["objections"]]
+            return {**answered["fields"], MODEL: answered["model"]}, objections
+    said = (
+        ran.stderr.strip().rpartition("\n")[2] if ran.returncode else "it made no GRPOTrainer or RLOOTrainer of TRL's"
+    )
+    unseen.append(f"{words[0]}: its dry run ended before it made a trainer: {said}")
+    return {}, []
 
 
 def _target(fields: Mapping[str, Any], model: Model) -> TargetInfo:
     hf = dict(model.config or {})
     own = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
-    bf16 = fields.get("bf16", not fields.get("fp16"))
     return TargetInfo(
         path=model.name,
         hf_config=hf,
         dtype="float16" if own == "float32" else str(own),  # vLLM's "auto"
-        device_type="cuda",
         max_num_seqs=0,
         max_model_len=length if isinstance(length := fields.get("vllm_max_model_length"), int) else None,
         sampling=options.sampling_of(fields.get),
-        actor_dtype="bfloat16" if bf16 else "float16" if fields.get("fp16") else "float32",
     )
 
 

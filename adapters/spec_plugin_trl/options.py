@@ -14,6 +14,7 @@ from spec_plugin.adapter import (
     keeps_states,
     load_hf_config,
     refuse,
+    truncated_in_loss,
     unsupported,
     version_of,
 )
@@ -21,8 +22,8 @@ from spec_plugin_trl import flag
 
 #: a field of ``GRPOConfig`` or ``RLOOConfig``; None where it has none of that name
 Field = Callable[[str], Any]
-#: sampling options of a trainer, by vLLM's names, with the values that limit nothing
-SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+#: sampling options of a trainer, by vLLM's names
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def objections(field: Field) -> Iterator[Objection]:
@@ -64,21 +65,14 @@ def objections(field: Field) -> Iterator[Objection]:
 
 def truncated(field: Field) -> Iterator[Objection]:
     """Truncated sampling whose log-probs enter the loss: the run would stop at its first step."""
-    sampling = sampling_of(field)
-    truncates = [name for name in ("top_p", "top_k") if sampling.get(name, SAMPLING[name]) not in (SAMPLING[name], -1)]
-    if truncates and rollout_in_loss(field):
-        yield Objection(
-            truncates[0],
-            str(sampling[truncates[0]]),
-            "truncated sampling whose log-probs enter the loss",
-            "the engine's log-probs enter the loss, and those of truncated sampling cannot be verified",
-            "leave it out, or set vllm_importance_sampling_correction to False (and no off_policy_mask_threshold)",
-        )
+    return truncated_in_loss(sampling_of(field), rollout_in_loss(field))
 
 
-def rollout_in_loss(field: Field) -> bool:
-    """Do the engine's log-probs enter the loss: by the correction, or by the mask of what is too far off policy."""
-    return bool(field("vllm_importance_sampling_correction")) or field("off_policy_mask_threshold") is not None
+def rollout_in_loss(field: Field) -> str:
+    """By which option the engine's log-probs enter the loss: the correction, or the mask of what is too far off policy."""
+    if field("vllm_importance_sampling_correction"):
+        return "vllm_importance_sampling_correction"
+    return "off_policy_mask_threshold" if field("off_policy_mask_threshold") is not None else ""
 
 
 def recomputes(trainer: Any) -> bool:

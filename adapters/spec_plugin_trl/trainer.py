@@ -264,7 +264,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
                 cut=cut,
             ),
             recomputed.detach().float().cpu(),
-            rollout_in_loss=options.rollout_in_loss(options.field_of(self.trainer.args)),
+            rollout_in_loss=bool(options.rollout_in_loss(options.field_of(self.trainer.args))),
         )
         self.judged, self.unchecked = True, False
 

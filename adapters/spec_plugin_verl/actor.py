@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from spec_plugin_verl_check import recurrent
-from spec_plugin_verl_check.actors import objections
-from spec_plugin_verl_check.options import LEAVE_OUT, lora
+from spec_plugin_verl_check.options import LEAVE_OUT, lora, of_actor
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
@@ -89,7 +88,7 @@ class SpecActor(BackendParts):
         """
         if not self.engine_config.forward_only:
             trains_lora = lora(self.model_config) is not None
-            refuse(objections(self.engine_config.strategy, self.engine_config, trains_lora), LEAVE_OUT)
+            refuse(of_actor(self.engine_config.strategy, self.engine_config, trains_lora), LEAVE_OUT)
         super().initialize()  # type: ignore[misc]
         if not self.engine_config.forward_only:
             SpecActor.of_this_process = self

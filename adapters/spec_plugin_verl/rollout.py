@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 import torch
-from spec_plugin_verl_check.options import BOTH_PLACES, STRATEGIES
+from spec_plugin_verl_check.options import ACTORS, BOTH_PLACES
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from spec_plugin.adapter import ActorsLink, Reason, SpecConfigError, SpecSession, actor_group, is_first
@@ -46,7 +46,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         if engine is None:
             raise SpecConfigError(
                 "spec-plugin: the actor in the rollout's process has no adapter: set actor.strategy="
-                f"{' or '.join(STRATEGIES)}, or leave the flag out"
+                f"{' or '.join(ACTORS)}, or leave the flag out"
             )
         if (backend := config.checkpoint_engine.backend) != "naive":
             raise SpecConfigError(

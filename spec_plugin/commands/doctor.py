@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from draft_training.config import DraftConfig
-from draft_training.errors import DraftConfigError
-from draft_training.outside import TARGET, text_part
+from draft_training.outside import text_part
 from draft_training.rope import derived_length
 from spec_plugin.api import hookspecs
-from spec_plugin.api.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, version_of, without_accelerator
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, device_type, version_of
 from spec_plugin.api.errors import PatchError, SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
 from spec_plugin.commands.graphs import never_run, runners_by_method
+from spec_plugin.lifecycle.manager import built_in_method
 from spec_plugin.lifecycle.registry import optional_packages
-from spec_plugin.plan.hub import DraftNotHereError, draft_folder
+from spec_plugin.plan.hub import DraftNotHereError
 from spec_plugin.plan.refusals import read_json
 
 #: Distributions that every run needs.
@@ -150,10 +151,10 @@ def examine_capabilities() -> tuple[Diagnosis, ...]:
 
 def examine_engine() -> tuple[Diagnosis, ...]:
     """Which of vLLM's model runners, with which CUDA graphs, each method gets, and what of a run on a GPU nobody has tried."""
-    device_type = "cpu" if without_accelerator() else "cuda"
+    device = device_type()
     return (
-        Diagnosis("model runner", "ok", runners_by_method(device_type)),
-        Diagnosis("never run on a GPU", "ok" if device_type == "cpu" else "note", never_run(device_type)),
+        Diagnosis("model runner", "ok", runners_by_method(device)),
+        Diagnosis("never run on a GPU", "ok" if device == "cpu" else "note", never_run(device)),
     )
 
 
@@ -202,7 +203,7 @@ def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
         return [Diagnosis(entry.name, "fail", f"importing {module_for(entry, 'doctor')}: {_said(error)}", fix)]
     if doctor and entry.name not in (here := _trainers()) and here:
         return [Diagnosis(entry.name, "note", f"not for this environment, whose trainer is {', '.join(here)}")]
-    switched = list(doctor.on_cpu()) if doctor and without_accelerator() else []
+    switched = list(doctor.on_cpu()) if doctor and device_type() == "cpu" else []
     if any(finding.state == "fail" for finding in switched):
         return switched
     try:
@@ -245,66 +246,39 @@ def hook_summaries() -> list[tuple[str, str]]:
 
 
 def examine_checkpoints(target: Path | None, draft: Path | None) -> tuple[Diagnosis, ...]:
-    """Can the target have a draft, and does the given draft fit it?"""
-    findings: list[Diagnosis] = []
-    hf_config: dict[str, Any] | None = None
-    if target is not None:
-        file = target / "config.json"
-        try:
-            hf_config = read_json(file)
-        except SpecConfigError as error:
-            findings.append(
-                Diagnosis("target", "fail", str(error), "--target: the policy's folder with its config.json")
-            )
-        else:
-            findings += examine_target(hf_config, new_draft=draft is None, where=str(file))
-    if draft is not None and (target is None or hf_config is not None):
-        policy = TargetInfo(str(target or ""), hf_config or {}, "bfloat16")
-        try:
-            findings.append(examine_draft(Path(draft_folder(str(draft), policy, fetch=False)), hf_config))
-        except DraftNotHereError as error:
-            findings.append(Diagnosis("draft", "note", str(error), "`hf download` it to have it looked at"))
-        except SpecConfigError as error:
-            findings.append(Diagnosis("draft", "fail", str(error), "give another draft, or leave spec.draft out"))
-    return tuple(findings)
-
-
-def examine_target(hf_config: Mapping[str, Any], new_draft: bool = True, where: str = TARGET) -> list[Diagnosis]:
-    """Can a new draft be made for this target, can vLLM's CPU build serve it, and what does its training take?
-
-    Args:
-        hf_config: the target's config.json.
-        new_draft: whether the run would start without a draft checkpoint.
-        where: the file, for the messages.
-    """
-    from spec_plugin.methods.served import INSTEAD
-    from spec_plugin.plan.engine_class import unreadable
-
+    """What a run of default options would draft with for this policy, by the run's own code, and what its training takes."""
+    if target is None:
+        return (Diagnosis("draft", "note", f"{draft}: not looked at", "add --target: a draft is one for a policy"),)
+    name = "target" if draft is None else "draft"
     try:
-        made = DraftConfig.from_target(hf_config, where=where)
-    except DraftConfigError as error:
-        if not new_draft:
-            why, fix = f"no new draft can be made for it: {error}", "start from a draft checkpoint"
-            return [Diagnosis("target", "note", why, fix)]
-        fix = "change what is named, or start from a draft checkpoint (--draft)"
-        return [Diagnosis("target", "fail", str(error), fix)]
-    layers = ", ".join(map(str, made.aux_layers))
-    found = Diagnosis("target", "ok", f"a draft would use the input of layers {layers}")
-    if new_draft and (why_not := unreadable(hf_config)) is not None:
-        found = Diagnosis("target", "fail", why_not[1], INSTEAD)
-    elif made.head_dim < _CPU_HEAD_DIM and _on_cpu():
-        why = f"head_dim={made.head_dim}: vLLM's CPU attention takes {_CPU_HEAD_DIM} or more"
-        found = Diagnosis("target", "fail", why, f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU")
-    return [found, _memory(hf_config, made)]
+        hf_config = read_json(target / "config.json")
+        # how long the texts are that a given draft must read, only the run says
+        length = None if draft is None else 1
+        policy = TargetInfo(str(target), hf_config, "bfloat16", device_type(), max_model_len=length)
+        method = built_in_method(SpecConfig.parse({"draft": None if draft is None else str(draft)}), policy)
+    except DraftNotHereError as error:
+        return (Diagnosis(name, "note", str(error), "`hf download` it to have it looked at"),)
+    except SpecConfigError as error:
+        return (Diagnosis(name, "fail", str(error), "change what is named, or give another policy or draft"),)
+    shape = method.draft.config if method is not None and method.draft is not None else None
+    if not isinstance(shape, DraftConfig):
+        return (Diagnosis(name, "ok", "nothing would be trained"),)
+    if shape.head_dim < _CPU_HEAD_DIM and device_type() == "cpu":
+        why = f"head_dim={shape.head_dim}: vLLM's CPU attention takes {_CPU_HEAD_DIM} or more"
+        return (Diagnosis(name, "fail", why, f"use a target with head_dim >= {_CPU_HEAD_DIM}, or a GPU"),)
+    _, reads = derived_length(shape.to_hf()) or ("", 0)
+    whose = "a new draft" if draft is None else "the draft fits the target: it"
+    layers = ", ".join(map(str, shape.aux_layers))
+    detail = f"{whose} has {shape.parameters / 1e6:.1f}M parameters, reads the input of layers {layers}, texts of {reads} tokens"
+    return Diagnosis(name, "ok", detail), _memory(hf_config, shape)
 
 
 def _memory(hf_config: Mapping[str, Any], made: DraftConfig) -> Diagnosis:
     """What training a new draft takes beside the actor, with default options."""
     from draft_training import TrainSettings, training_memory
-    from spec_plugin.api.config import SpecConfig
     from spec_plugin.policy.online_training import TRAIN_TOKENS
 
-    device, steps = "cpu" if _on_cpu() else "cuda", TrainSettings.first_steps  # further ones come with fewer tokens
+    device, steps = device_type(), TrainSettings.first_steps  # further ones come with fewer tokens
     tokens, tied = TRAIN_TOKENS[device], bool(text_part(hf_config).get("tie_word_embeddings"))
     cuda, held = device == "cuda", SpecConfig.parse({}).buffer_mb << 20
     found = training_memory(made, tokens, steps, 2 if cuda else 4, tied, on_card=cuda, documents=held if cuda else 0)
@@ -317,35 +291,3 @@ def _memory(hf_config: Mapping[str, Any], made: DraftConfig) -> Diagnosis:
     )
     detail = f"weights {always}; {what} {slices}, {where}"
     return Diagnosis("draft training", "ok", f"{detail}; at most {peak} in a step of {tokens} tokens, by counting")
-
-
-def _on_cpu() -> bool:
-    try:
-        from spec_plugin.engine.vllm.repairs.on_cpu import on_cpu
-
-        return on_cpu()
-    except ImportError:
-        return False
-
-
-def examine_draft(draft: Path, hf_config: Mapping[str, Any] | None) -> Diagnosis:
-    """Is this a draft that can be trained and served, and does it fit the target?
-
-    Args:
-        draft: the folder.
-        hf_config: the target's config.json; None: only the draft itself is looked at.
-    """
-    from draft_training import CheckpointError, load_draft, validate_draft
-
-    try:
-        config, tensors = load_draft(draft, hf_config)
-        if hf_config is not None:
-            validate_draft(config, hf_config)
-    except (DraftConfigError, CheckpointError, OSError) as error:
-        return Diagnosis("draft", "fail", str(error), "give another draft, or leave spec.draft out: a new one is made")
-    size = sum(t.numel() for t in tensors.values()) / 1e6
-    _, reads = derived_length(config.to_hf()) or ("", 0)
-    detail = f"{size:.1f}M parameters, layers {', '.join(map(str, config.aux_layers))}, reads texts of {reads} tokens"
-    if hf_config is None:
-        return Diagnosis("draft", "note", detail, "add --target to check it against the policy")
-    return Diagnosis("draft", "ok", f"{detail}; fits the target")

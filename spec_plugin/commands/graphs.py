@@ -9,6 +9,8 @@ SLOWER_PLAIN = (
     "without the flag it would be V2 with full graphs: on an H100 steps without drafts took 1.04 to 1.6 times as long with the "
     "flag (8B, batch 1 to 128), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.25 and later) may spare it"
 )
+#: CUDA graphs by whether the runner is V2
+_KINDS = {True: "full and piecewise", False: "piecewise"}
 NEVER_ON_A_GPU = "no run of a trainer with the flag, and more: docs/supported.md#never-run-on-a-gpu is the list"
 NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
 
@@ -22,23 +24,22 @@ def never_run(device_type: str) -> str:
     return NOTHING if device_type == "cpu" else NEVER_ON_A_GPU
 
 
-def graphs_of(runner: Runner, device_type: str, asked: str, eager: bool) -> str:
-    """Which CUDA graphs an engine gets.
+def graphs_of(runner: Runner, device_type: str) -> str:
+    """Which CUDA graphs an engine gets; ``enforce_eager`` and ``cudagraph_mode`` of the run's own are not looked at.
 
     Args:
         runner: vLLM's model runner that it gets.
         device_type: "cpu" or "cuda".
-        asked: vLLM's ``cudagraph_mode``, or words for it.
-        eager: ``enforce_eager``.
     """
     if device_type == "cpu":
         return "none (vLLM's CPU build)"
-    if eager or runner.refused:
-        return "none (enforce_eager)" if eager else "none: vLLM will refuse to start"
-    if runner.v2 or "FULL" not in asked.upper():
-        return asked
+    if runner.refused:
+        return "none: vLLM will refuse to start"
+    graphs = f"{_KINDS[runner.v2]}, where the run asks for no fewer"
+    if runner.v2:
+        return graphs
     more = "" if v2_takes_every_k() else f"; {SLOWER_PLAIN}"
-    return f"piecewise (vLLM's own choice on V1, since k changes while it runs){more}"
+    return f"{graphs} (vLLM's own choice on V1, since k changes while it runs){more}"
 
 
 def runners_by_method(device_type: str) -> str:
@@ -50,7 +51,6 @@ def runners_by_method(device_type: str) -> str:
     by_runner: dict[str, list[str]] = {}
     for name, settings in METHODS.items():
         runner = runner_of(settings, device_type)
-        kind = "full and piecewise" if runner.v2 else "piecewise"
-        graphs = "" if runner.refused or device_type == "cpu" else f", with {kind} CUDA graphs"
+        graphs = "" if runner.refused or device_type == "cpu" else f", with {_KINDS[runner.v2]} CUDA graphs"
         by_runner.setdefault(f"{runner.words}{graphs}", []).append(name)
     return "; ".join(f"{runner} ({', '.join(names)})" for runner, names in by_runner.items())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from draft_training.files import places
+from draft_training.outside import text_part
 from draft_training.rope import derived_length
 from spec_plugin.api.config import SpecConfig
-from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.errors import CannotDraft, SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.method import Method
 from spec_plugin.plan.refusals import refusing
@@ -17,7 +18,7 @@ _NO_WEIGHTS = ("ngram", "suffix")
 
 
 def refuse_unfit(method: Method, config: SpecConfig, target: TargetInfo) -> None:
-    """Refuse what would end drafting in the middle of a run.
+    """Refuse what would end drafting in the middle of a run, and a draft with which vLLM would not start.
 
     vLLM's V1 model runner asks once a step, for the whole batch, whether the longest text still fits the draft
     (``effective_drafter_max_model_len``), and lets the policy verify noughts for every request where it does not.
@@ -43,6 +44,15 @@ def refuse_unfit(method: Method, config: SpecConfig, target: TargetInfo) -> None
         raise SpecConfigError(
             f"spec.sleep_level={config.sleep_level}: the engine would drop a draft that no refresh brings back (method "
             f"{method.name}): leave sleep_level out"
+        )
+    ranks, configs = target.tensor_parallel, (method.draft_config, target.hf_config)
+    heads, policys = (text_part(config or {}).get("num_attention_heads") for config in configs)
+    splits = isinstance(heads, int) and isinstance(policys, int) and ranks > 0 and not policys % ranks
+    if splits and heads % ranks and method.settings.get("draft_tensor_parallel_size") != 1:
+        raise CannotDraft(
+            "attention heads of the draft that tensor parallel ranks cannot share out",
+            f"vLLM would refuse to start: {ranks} tensor parallel ranks cannot share out the draft's {heads} attention heads",
+            f"set the engine's tensor parallel size to a divisor of {heads}",
         )
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from draft_training.outside import text_part
-from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.errors import CannotDraft
 from spec_plugin.plan.completable import COMPLETABLE
 from spec_plugin.plan.sources import parsed, source_of
 
@@ -22,15 +22,6 @@ _STATES = "SupportsEagle3"
 _HYBRID = "IsHybrid"
 #: ``layer_types`` of config.json that keep none; as vLLM's ModelConfig.is_hybrid has it
 _STATELESS = ("attention", "full_attention")
-
-
-class NoHiddenStates(SpecConfigError):
-    """No draft can read this target's hidden states in the installed vLLM."""
-
-    def __init__(self, reason: str, why: str, instead: str) -> None:
-        """What stays the same from run to run, the sentence without a full stop, and what to set."""
-        super().__init__(f"{why}: {instead}")
-        self.reason, self.why, self.instead = reason, why, instead
 
 
 @dataclass(frozen=True)
@@ -100,9 +91,9 @@ def unreadable(hf: Mapping[str, Any], newborn: bool = True) -> tuple[str, str] |
 
 
 def refuse_unreadable(hf: Mapping[str, Any], newborn: bool, instead: str) -> None:
-    """Raise ``NoHiddenStates``, saying ``instead``, for a target of ``unreadable``."""
+    """Raise ``CannotDraft``, saying ``instead``, for a target of ``unreadable``."""
     if (found := unreadable(hf, newborn)) is not None:
-        raise NoHiddenStates(*found, instead)
+        raise CannotDraft(*found, instead)
 
 
 def architectures(hf: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,31 @@ def unsupported(option: str, value: Any, what: str, instead: str) -> Objection:
         instead: an imperative, such as ``set it to 1``.
     """
     return Objection(option, str(value), what, f"spec-plugin does not support {what} yet", instead)
+
+
+def wrong_option(error: SpecConfigError) -> Objection:
+    """Of an option of ours that cannot be read; the error names it."""
+    return Objection("", "", "a spec option", str(error), "`spec-plugin options` lists them")
+
+
+def truncated_in_loss(sampling: Mapping[str, Any], rollout_in_loss: str) -> Iterator[Objection]:
+    """Truncated sampling whose log-probs enter the loss: they cannot be verified.
+
+    Args:
+        sampling: options of the rollouts, by vLLM's names.
+        rollout_in_loss: the option by which rollout log-probs enter the loss; empty: they do not.
+    """
+    whole = {"top_p": (1.0,), "top_k": (-1, 0)}
+    cut = {name: sampling[name] for name, values in whole.items() if sampling.get(name, values[0]) not in values}
+    if cut and rollout_in_loss:
+        yield Objection(
+            ", ".join(cut),
+            ", ".join(map(str, cut.values())),
+            "truncated sampling whose log-probs enter the loss",
+            "rollout log-probs enter the loss, and those of truncated sampling cannot be verified, so the run would stop at "
+            "its first step",
+            f"set top_p=1.0 and top_k=-1, or turn {rollout_in_loss} off",
+        )
 
 
 def refuse(objections: Iterable[Objection], leave_out: str) -> None:

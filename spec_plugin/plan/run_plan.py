@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.plan.refusals import Objection
+
+#: of the environment, before a command
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_SHOWN = 100  # characters of a command line in a message
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,8 @@ class RunFacts:
     model_option: str  # where the user gives the model
     shape: str  # ranks, engines and how they are split, in words
     shapes: tuple[str, ...]  # deployment shapes that it uses, as the conformance kit names them
-    eager: bool = False  # the engine runs without graphs
-    graphs: str = "FULL_AND_PIECEWISE (vLLM's own choice)"  # the engine's graph mode otherwise
-    tensor_parallel_option: str = "tensor_parallel_size"  # where the user gives the ranks of one engine
     sleeps: bool = False  # the engine gives its memory back between rollouts
-    rollout_in_loss: bool = False  # rollout log-probs enter the loss
+    rollout_in_loss: str = ""  # the option by which rollout log-probs enter the loss; empty: they do not
     bypass: bool = False  # the trainer skips its own log-prob pass
 
 
@@ -59,9 +62,27 @@ def split_launch(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
     Returns:
         The module after ``-m``, None where there is none, and the trainer's own arguments.
+
+    Raises:
+        SpecConfigError: if it is neither, such as ``bash run.sh``.
     """
     given = list(arguments)
     if "-m" in given[:-1]:
         at = given.index("-m")
         return given[at + 1], given[at + 2 :]
+    refuse_script(given)
     return None, given
+
+
+def refuse_script(arguments: Sequence[str]) -> None:
+    """Refuse a command line whose first word, behind variables, is a program: what that makes of the others is not known.
+
+    Raises:
+        SpecConfigError: with what to give instead.
+    """
+    program = next((word for word in arguments if not _VARIABLE.match(word)), "")
+    if program and "=" not in program and not program.startswith(("-", "~")):
+        raise SpecConfigError(
+            f"{' '.join(arguments)[:_SHOWN]}: what this program starts is not read: write `echo` before the line of your script "
+            "that starts the trainer, and give what that prints, or the trainer's arguments alone"
+        )

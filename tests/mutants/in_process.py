@@ -139,8 +139,8 @@ MUTATIONS = (
     Mutation(
         _OPTIONS,
         "rollout_in_loss",
-        ' or field("off_policy_mask_threshold") is not None',
-        "",
+        'return "off_policy_mask_threshold" if field("off_policy_mask_threshold") is not None else ""',
+        'return ""',
         "law 3: log-probs of the engine that mask the loss are not judged as such",
         ("test_trl_run.py", "test_trl_adapter.py"),
     ),

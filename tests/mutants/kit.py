@@ -310,8 +310,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/commands/report/formats.py",
-        "step_number",
-        "and abs(value) <= MOST_STEPS",
+        "step_in",
+        " or not abs(step) <= MOST_STEPS",
         "",
         "a log with a time for a step fills the memory of whoever reports on it",
         ("test_bad_runs.py",),

@@ -8,28 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from spec_plugin.commands.report.findings import RunFinding, findings_of
+from spec_plugin.api.errors import SpecPluginError
+from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.formats import log_formats
 from spec_plugin.commands.report.read import ReportError, read_runs
-from spec_plugin.commands.report.run import Earned, LoggedRun, Spread, earned_of
-from spec_plugin.commands.report.states import StateSpan, spans_of
+from spec_plugin.commands.report.run import SIDE_BY_SIDE, LoggedRun, Spread
+from spec_plugin.commands.report.states import spans_of
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 2
 MARKS = {"bad": "error", "warn": "warning", "fine": "ok"}
-#: what is compared; of each, smaller is faster
-_COMPARED = {"ms_per_token": "generation, per token", "generation_s": "generation that the trainer waits for"}
-_COMPARED |= {"step_s": "whole step"}
-
-
-@dataclass(frozen=True)
-class View:
-    """One run, when it drafted, and what stands out in it."""
-
-    run: LoggedRun
-    spans: tuple[StateSpan, ...]
-    findings: tuple[RunFinding, ...]
-    earned: Earned | None  # None: the run did not log it
+#: of what is set side by side, what is compared step by step; of each, smaller is faster
+_COMPARED = ("ms_per_token", "generation_s", "step_s")
 
 
 @dataclass(frozen=True)
@@ -43,19 +33,12 @@ class Comparison:
     first: int  # the first step that counts
     last: int
 
-    @property
-    def sentence(self) -> str:
-        """The comparison in one sentence."""
-        few = " (too few for quartiles: the extremes)" if self.ratio.count < 3 else ""
-        steps = f"{self.ratio.count} steps from {self.first} to {self.last}{few}"
-        return f"{self.run} against {self.base}, {self.what}: {self.ratio.text(unit='x')} speed-up, {steps}"
-
 
 @dataclass(frozen=True)
 class Report:
     """Every run that could be read, and how they compare."""
 
-    views: tuple[View, ...]
+    runs: tuple[LoggedRun, ...]
     base: str | None  # name of the run that the others are compared with
     comparisons: tuple[Comparison, ...]
     caveats: tuple[str, ...]  # why a comparison may not be one
@@ -72,42 +55,33 @@ def make_report(paths: Sequence[Path], base: str | None = None) -> Report:
     Raises:
         ReportError: if nothing of it can be read, or no run is called ``base``.
     """
-    runs, problems, formats = list[LoggedRun](), list[str](), log_formats()
-    for path in paths:
+    found, problems, formats = list[tuple[Path, LoggedRun]](), list[str](), log_formats()
+    for path in dict.fromkeys(paths):
         try:
-            runs += read_runs(path, formats)
-        except ReportError as error:
+            found += [(path, run) for run in read_runs(path, formats)]
+        except SpecPluginError as error:
             problems.append(str(error))
-    if not runs:
+    if not found:
         raise ReportError("\n".join(problems))
-    runs = _with_names(runs)
-    chosen = _base_of(runs, base)
-    views = tuple(View(run, tuple(spans_of(run)), tuple(findings_of(run)), earned_of(run)) for run in runs)
-    others = [run for run in runs if chosen and run is not chosen]
-    comparisons = tuple(c for run in others if chosen and run.trainer == chosen.trainer for c in compare(run, chosen))
-    caveats = tuple(text for run in others if chosen for text in _caveats(run, chosen))
-    return Report(views, chosen.name if chosen else None, comparisons, caveats, tuple(problems))
-
-
-def _with_names(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
-    """Names that differ: runs of one name get that of the folder above, too, and the same run twice a number."""
-    seen = Counter(run.name for run in runs)
-    above = [f"{Path(run.sources[0]).resolve().parent.parent.name}/{run.name}" for run in runs]
-    named = [replace(r, name=name) if seen[r.name] > 1 else r for r, name in zip(runs, above, strict=True)]
-    seen = Counter(run.name for run in named)
-    return [replace(r, name=f"{r.name} ({i})") if seen[r.name] > 1 else r for i, r in enumerate(named, 1)]
-
-
-def _base_of(runs: Sequence[LoggedRun], name: str | None) -> LoggedRun | None:
-    """What the others are compared with: the run of this name, or the first plain one, or the first; of one run nothing."""
-    if name is not None and name not in (names := [run.name for run in runs]):
-        raise ReportError(f"--base {name}: no run of this name; there are: {', '.join(names)}")
-    wanted = [run for run in runs if (run.name == name if name is not None else not run.has_plugin)]
-    return (wanted or list(runs))[0] if len(runs) > 1 else None
+    seen = Counter(run.name for _, run in found)
+    runs = [replace(run, name=f"{run.name} ({path})") if seen[run.name] > 1 else run for path, run in found]
+    names = [run.name for run in runs]
+    if base is not None and base not in names:
+        raise ReportError(f"--base {base}: no run of this name; there are: {', '.join(names)}")
+    plain = [run for run in runs if not run.has_plugin]
+    reference = runs[names.index(base)] if base is not None else [*plain, *runs][0]
+    others = [run for run in runs if run is not reference]
+    return Report(
+        tuple(runs),
+        reference.name if others else None,
+        tuple(comparison for run in others for comparison in compare(run, reference)),
+        tuple(caveat for run in others for caveat in _caveats(run, reference)),
+        tuple(problems),
+    )
 
 
 def compare(run: LoggedRun, base: LoggedRun) -> Iterator[Comparison]:
-    """A run against the base, at the steps that both have.
+    """A run against the base of the same trainer, at the steps that both have.
 
     Step 1 starts things up and is left out. Of a run with the plugin only what comes from its first drafted step on counts:
     before it there is nothing to compare. Of generation an asynchronous run has only what training does not hide, a second or
@@ -115,10 +89,10 @@ def compare(run: LoggedRun, base: LoggedRun) -> Iterator[Comparison]:
     """
     start = max(2, *run.drafted[:1], 2)
     for name in ["step_s"] if run.overlaps or base.overlaps else _COMPARED:
-        pairs = [(s, base.series(name).at(s), v) for s, v in run.series(name).pairs() if s >= start and v > 0]
-        known = [(s, reference / v) for s, reference, v in pairs if reference]
-        if spread := Spread.of([ratio for _, ratio in known]):
-            yield Comparison(run.name, base.name, _COMPARED[name], spread, known[0][0], known[-1][0])
+        theirs = base.series(name)
+        ratios = {s: theirs[s] / v for s, v in run.series(name).items() if s >= start and v > 0 and s in theirs}
+        if run.trainer == base.trainer and (spread := Spread.of(ratios.values())):
+            yield Comparison(run.name, base.name, SIDE_BY_SIDE[name][0], spread, min(ratios), max(ratios))
 
 
 def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
@@ -126,7 +100,7 @@ def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
         trainers = [each.trainer or "an unknown trainer" for each in (run, base)]
         yield f"{run.name} is a run of {trainers[0]}, {base.name} of {trainers[1]}: they are not compared"
         return
-    mine, their = (Spread.of(r.series("response_tokens").values) for r in (run, base))
+    mine, their = (Spread.of(r.series("response_tokens").values()) for r in (run, base))
     if mine and their and abs(mine.median - their.median) > 0.1 * their.median:
         lengths = f"{mine.median:.0f} and {their.median:.0f} tokens"
         yield f"responses of {run.name} and {base.name} have {lengths} in the median"
@@ -138,29 +112,27 @@ def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
 def to_json(report: Report) -> str:
     """For programs, with finite numbers only. docs/reference.md says what the keys are."""
     runs = []
-    for view in report.views:
-        run, earned = view.run, view.earned
-        found = {name: value for name, value in asdict(run).items() if name != "steps"} | {"plugin": run.has_plugin}
-        found["earned"] = earned and asdict(earned) | {"net_s": earned.net_s}
+    for run in report.runs:
+        found = asdict(run) | {"plugin": run.has_plugin, "earned": None}
+        if run.earned:
+            found["earned"] = asdict(run.earned) | {"net_s": run.earned.net_s}
         found["steps"] = [{"step": step, **run.steps[step]} for step in run.numbers]
-        found["speculation"] = [asdict(span) for span in view.spans]
-        found["findings"] = [asdict(finding) for finding in view.findings]
+        found["speculation"] = [asdict(span) for span in spans_of(run)]
+        found["findings"] = [asdict(finding) for finding in findings_of(run)]
         runs.append(found)
-    others = {name: getattr(report, name) for name in ("base", "problems", "caveats")}
-    comparisons = [asdict(comparison) | {"sentence": comparison.sentence} for comparison in report.comparisons]
-    table = {"schema": SCHEMA, **others, "comparisons": comparisons, "runs": runs}
-    return json.dumps(table, indent=1, allow_nan=False)
+    return json.dumps({"schema": SCHEMA, **asdict(report), "runs": runs}, indent=1, allow_nan=False)
 
 
 def to_text(report: Report) -> Iterator[str]:
     """For a terminal: what stands out, and how the runs compare."""
-    for view in report.views:
-        run, steps = view.run, f"{len(view.run.numbers)} steps"
-        steps += f" (one in {run.every} is logged)" if run.every > 1 else ""
-        earned = f", {view.earned.sentence}" if view.earned else ""
-        yield f"{run.name}: {steps} of {run.trainer or 'an unknown trainer'}{earned}"
-        for finding in view.findings:
+    for run in report.runs:
+        every = f" (one in {run.every} is logged)" if run.every > 1 else ""
+        earned = f", {run.earned.sentence}" if run.earned else ""
+        yield f"{run.name}: {len(run.numbers)} steps{every} of {run.trainer or 'an unknown trainer'}{earned}"
+        for finding in findings_of(run):
             yield f"  {'' if finding.level == 'fine' else MARKS[finding.level]:<9}{finding.text}"
-    yield from (comparison.sentence for comparison in report.comparisons)
+    for c in report.comparisons:
+        steps = f"{c.ratio.count} steps from {c.first} to {c.last}"
+        yield f"{c.run} against {c.base}, {c.what}: {c.ratio.text(unit='x')} speed-up, {steps}"
     yield from (f"mind: {caveat}" for caveat in report.caveats)
     yield from (f"not shown: {problem}" for problem in report.problems)

@@ -7,21 +7,12 @@ from importlib.resources import files
 
 from spec_plugin import __version__
 from spec_plugin.commands.report.build import MARKS, Report
-from spec_plugin.commands.report.figures import POINTS, draw
+from spec_plugin.commands.report.figures import draw
+from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.panels import panels_of, together
 from spec_plugin.commands.report.read import ReportError
-from spec_plugin.commands.report.run import LoggedRun, Spread
-
-_REWARDED = 5  # steps whose rewards are compared
-#: of the table that begins the page: a heading, a metric and its format
-_COLUMNS = (
-    ("reward", "reward", ".3f"),
-    ("generation, ms a token", "ms_per_token", ".2f"),
-    ("rollouts, s", "generation_s", ".2f"),
-    ("step, s", "step_s", ".2f"),
-    ("acceptance", "spec/acceptance_length", ".2f"),
-    ("decoding speed-up", "spec/speedup_realised", ".2f"),
-)
+from spec_plugin.commands.report.run import SIDE_BY_SIDE, LoggedRun, Spread, only
+from spec_plugin.commands.report.states import spans_of
 
 
 def to_html(report: Report) -> str:
@@ -34,39 +25,35 @@ def to_html(report: Report) -> str:
         import matplotlib  # noqa: F401
         from jinja2 import Environment
     except ImportError as error:
-        text = "the page is made with jinja2 and matplotlib, which are not both installed here"
-        raise ReportError(
-            f"{text} ({error}): pip install 'spec-plugin[report]', or take the numbers with --json"
-        ) from error
-    runs = [view.run for view in report.views]
-    columns = [column for column in _COLUMNS if any(run.series(column[1]) for run in runs)]
-    rewarded = sorted(set.intersection(*(set(run.series("reward").steps) for run in runs)))[-_REWARDED:]
+        text = f"the page is made with jinja2 and matplotlib, which are not both installed here ({error})"
+        raise ReportError(f"{text}: pip install 'spec-plugin[report]', or take the numbers with --json") from error
+    runs = report.runs
+    columns = [metric for metric in SIDE_BY_SIDE if any(run.series(metric) for run in runs)]
+    common = sorted(set(runs[0].numbers).intersection(*(run.numbers for run in runs)))[1:]
     sections = []
-    for view in report.views:
-        plain = [s for span in view.spans if span.state != "on" for s in range(span.first, span.last + 1)]
-        sections.append((view, [draw(panel, view.run.name, plain) for panel in panels_of(view.run, view.spans)]))
+    for run in runs:
+        spans = spans_of(run)
+        figures = [(panel.title, draw(panel, run.name, spans)) for panel in panels_of(run, spans)]
+        sections.append((run, spans, findings_of(run), figures))
     page = Environment(autoescape=True).from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     return page.render(
         report=report,
         version=__version__,
         marks=MARKS,
-        columns=["steps", "with drafts", *(heading for heading, *_ in columns)],
-        rows=[_row(run, columns, rewarded) for run in runs],
-        rewarded=rewarded,
-        together=[draw(panel, "together") for panel in together(runs)] if len(runs) > 1 else [],
-        thinned=max(-(-len(run.numbers) // POINTS) for run in runs),
+        columns=["steps", "with drafts", *(", ".join(SIDE_BY_SIDE[metric]) for metric in columns)],
+        rows=[_row(run, columns, common) for run in runs],
+        common=common,
+        together=[(panel.title, draw(panel, "together")) for panel in together(runs)] if len(runs) > 1 else [],
         sections=sections,
     )
 
 
-def _row(run: LoggedRun, columns: Sequence[tuple[str, str, str]], rewarded: Sequence[int]) -> list[str]:
-    """A run's line of the table: medians with quartiles; rewards are those of the same steps of all."""
-    planned = f" of {run.planned}" if run.planned and run.planned > len(run.numbers) * run.every else ""
-    cells = [run.name, f"{len(run.numbers)}{planned}", str(len(run.drafted)) if run.has_plugin else "plain"]
-    for _, metric, form in columns:
-        drafted = metric == "spec/acceptance_length"
-        steps = run.drafted if drafted else rewarded if metric == "reward" else run.numbers[1:]
+def _row(run: LoggedRun, columns: Sequence[str], common: Sequence[int]) -> list[str]:
+    """A run's line of the table: medians with quartiles, of the steps that all runs have."""
+    cells = [run.name, str(len(run.numbers)), str(len(run.drafted)) if run.has_plugin else "plain"]
+    for metric in columns:
+        steps = set(common).intersection(run.drafted) if metric == "spec/acceptance_length" else common
         hidden = metric == "ms_per_token" and run.overlaps  # what training hides is not in it
-        spread = None if hidden else Spread.of(run.series(metric).only(steps).values)
-        cells.append(spread.text(form) if spread else "–")
+        spread = None if hidden else Spread.of(only(run.series(metric), steps).values())
+        cells.append(spread.text() if spread else "–")
     return cells

@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from spec_plugin.commands.report.run import LoggedRun, Series, work_of
+from spec_plugin.commands.report.run import SIDE_BY_SIDE, LoggedRun, Series, only
 from spec_plugin.commands.report.states import StateSpan
 
-#: of a run's name in a legend
-_LETTERS = 27
-#: what several runs are drawn of together
-_TOGETHER = {
-    "ms_per_token": ("Generation, per token", "ms"),
-    "generation_s": ("Generation that the trainer waits for", "seconds"),
-    "step_s": ("Whole step", "seconds"),
-    "spec/acceptance_length": ("Acceptance length", "tokens per forward pass"),
-    "spec/speedup_realised": ("Decoding speed-up, realised", "x plain decoding"),
-    "reward": ("Reward", "mean"),
-}
 #: of log-probs: a metric, what its line is called, and its style
 _DIFFERENCES = (
     ("diff_mean", "mean", "-"),
@@ -61,56 +50,54 @@ def together(runs: Sequence[LoggedRun]) -> Iterator[Panel]:
 
     A run keeps its place among the lines, and so its colour; its series is empty where it has no such numbers.
     """
-    labels = short_names([run.name for run in runs])
-    for name, (title, unit) in _TOGETHER.items():
-        series = [Series() if name == "ms_per_token" and run.overlaps else run.series(name) for run in runs]
+    for name, (title, unit) in SIDE_BY_SIDE.items():
+        series = [{} if name == "ms_per_token" and run.overlaps else _settled(run, name) for run in runs]
         if sum(map(bool, series)) >= (1 if name.startswith("spec/") else 2):
-            yield Panel(title, unit, tuple(map(Line, series, labels)))
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Names that a legend has room for: long ones by their number and their end."""
-    return [n if len(n) <= _LETTERS else f"{i}: …{n[5 - _LETTERS :]}" for i, n in enumerate(names, 1)]
+            lines = tuple(Line(points, run.name) for points, run in zip(series, runs, strict=True))
+            yield Panel(title[0].upper() + title[1:], unit, lines)
 
 
 def _speculation(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
     measured, sizes = run.series("spec/acceptance_length"), list(run.family("spec/break_even_b").items())
-    ends = [Line(series, f"pays from, batch size {size}", "--") for size, series in [*sizes[:1], *sizes[1:][-1:]]]
     if measured:
+        ends = [Line(series, f"pays from, batch size {size}", "--") for size, series in [*sizes[:1], *sizes[1:][-1:]]]
         lines = (Line(measured, "measured"), Line(run.expected, "predicted by training", ":"), *ends)
         yield Panel("Acceptance length", "tokens per forward pass", lines, level=1.0)
     positions = run.family("spec/acceptance_pos_").items()
-    lines = tuple(Line(series.only(run.drafted), f"token {i + 1}") for i, series in positions)
+    lines = tuple(Line(only(series, run.drafted), f"token {i + 1}") for i, series in positions)
     yield Panel("Acceptance rate by position", "share accepted", lines)
     lines = tuple(Line(ks, f"batch size {size}") for size, ks in drafted_ks(run, spans).items())
     yield Panel("k by batch size", "tokens", lines)
-    lines = tuple(
-        Line(run.series(f"spec/speedup_{n}"), n, style) for n, style in (("realised", "-"), ("predicted", ":"))
-    )
+    styles = {"realised": "-", "predicted": ":"}
+    lines = tuple(Line(run.series(f"spec/speedup_{name}"), name, style) for name, style in styles.items())
     yield Panel("Decoding speed-up, predicted and realised", "x plain decoding", lines, level=1.0)
 
 
 def drafted_ks(run: LoggedRun, spans: Sequence[StateSpan]) -> dict[int, Series]:
     """k by batch size, without the steps after a failure, in which the table that is logged is not in force."""
     failed = {step for span in spans if span.state == "failed" for step in range(span.first, span.last + 1)}
-    return {size: ks.only([s for s in ks.steps if s not in failed]) for size, ks in run.family("spec/k_b").items()}
+    return {size: only(ks, ks.keys() - failed) for size, ks in run.family("spec/k_b").items()}
 
 
 def _work(run: LoggedRun) -> Iterator[Panel]:
     yield Panel("Draft: loss", "nats", (Line(run.draft_loss, "loss"),))
-    took = run.series("step_s")
-    shares = {
-        n: {s: 100 * v / step_s for s, v in spent.pairs() if (step_s := took.at(s))}
-        for n, spent in work_of(run).items()
-    }
-    yield Panel("The plugin's own work", "% of the step", tuple(Line(Series.of(v), name) for name, v in shares.items()))
+    took = _settled(run, "step_s")
+    shares = {name: {s: 100 * spent.get(s, 0.0) / took[s] for s in took if took[s]} for name, spent in run.work.items()}
+    yield Panel("The plugin's own work", "% of the step", tuple(Line(share, name) for name, share in shares.items()))
+    saved, cost = run.sums_so_far
+    yield Panel("Saved and spent so far", "seconds", (Line(saved, "saved"), Line(cost, "spent")))
+
+
+def _settled(run: LoggedRun, name: str) -> Series:
+    """A metric from the second step on: the first one's times, which start things up, would flatten all others."""
+    return only(run.series(name), run.numbers[1:])
 
 
 def _guards(run: LoggedRun) -> Iterator[Panel]:
     named = [(run.series(f"spec/logprob_{metric}"), label, style) for metric, label, style in _DIFFERENCES]
-    lines = tuple(Line(s.only([step for step, v in s.pairs() if v > 0]), label, style) for s, label, style in named)
+    lines = tuple(Line({s: v for s, v in series.items() if v > 0}, label, style) for series, label, style in named)
     if any(line.series for line in lines[:-1]):
         yield Panel("Log-probs: engine against actor", "nats", lines, log=True)
     lag = run.series("spec/policy_lag") or run.series("staleness")
-    if any(lag.values):
+    if any(lag.values()):
         yield Panel("Policy lag", "versions", (Line(lag, "mean"),))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
 from spec_plugin.api.speculation import Reason, Speculation
-from spec_plugin.commands.report.run import LoggedRun
+from spec_plugin.commands.report.run import LoggedRun, before
 
 State = Literal["on", "dropped", "off", "failed"]
 _STATES: dict[float, State] = {Speculation.TRYING: "on", Speculation.SERVING: "on", Speculation.DROPPED: "dropped"}
@@ -33,42 +34,30 @@ class StateSpan:
 
 def spans_of(run: LoggedRun) -> list[StateSpan]:
     """The states of a run with the plugin, in order; none of a run without."""
-    spans: list[tuple[object, StateSpan]] = []
-    for step, state in run.series("spec/state").pairs():
-        code = run.steps[step].get("spec/reason", -1.0)
-        reason, kind, tried = _REASONS.get(code), _STATES.get(state, "off"), None
-        if kind == "dropped":
-            why = f"the draft gave {_made(run, step)} tokens per forward pass{_pays_from(run, step)}"
-        elif reason is None:
-            why = f"code {code:g}, which this version does not know"
-        elif reason in (Reason.BELOW_BREAK_EVEN, Reason.COST_UNKNOWN):
-            tried, why = _does_not_pay(run, step, reason)
-        else:
-            why = reason.meaning + "; it is not tried again in this run" * (state == Speculation.GIVEN_UP)
-        span = StateSpan(step, step, kind, None if reason is None else reason.name, why)
-        if spans and spans[-1][0] == (state, code, tried):
-            span = replace(span, first=spans.pop()[1].first)
-        spans.append(((state, code, tried), span))
-    return [span for _, span in spans]
+    codes = [(s, state, run.steps[s].get("spec/reason", -1.0)) for s, state in run.series("spec/state").items()]
+    spans = []
+    for (state, code), same in groupby(codes, itemgetter(1, 2)):
+        steps = [step for step, *_ in same]
+        reason = _REASONS.get(code)
+        why = f"code {code:g}, which this version does not know" if reason is None else reason.meaning
+        if reason in (Reason.BELOW_BREAK_EVEN, Reason.COST_UNKNOWN):
+            why += _per_forward_pass(run, steps[-1])
+        elif state == Speculation.GIVEN_UP:
+            why += "; it is not tried again in this run"
+        name = None if reason is None else reason.name
+        spans.append(StateSpan(steps[0], steps[-1], _STATES.get(state, "off"), name, why))
+    return spans
 
 
-def _does_not_pay(run: LoggedRun, step: int, reason: Reason) -> tuple[int, str]:
-    """When the draft was last tried (0: never), and what was known of it before this step."""
-    tried = [0, *run.drafted[: bisect_left(run.drafted, step)]][-1]
-    known = [f"{_made(run, tried)} tokens per forward pass were measured at step {tried}"] if tried else []
-    if (expected := run.expected.before(step)) is not None:
-        known.append(f"training predicts {expected:.2f}" + " tokens per forward pass" * (not tried))
-    if (shadow := run.series("spec/shadow_tokens_per_forward").before(step)) is not None:
-        known.append(f"a look-up of earlier text would have given {shadow:.2f}")
-    return tried, ": ".join(filter(None, (reason.meaning, ", ".join(known)))) + _pays_from(run, step)
-
-
-def _made(run: LoggedRun, step: int) -> str:
-    made = run.series("spec/tokens_per_forward").at(step) or run.series("spec/acceptance_length").at(step)
-    return f"{made:.2f}" if made else "an unknown number of"
-
-
-def _pays_from(run: LoggedRun, step: int) -> str:
-    found = {b: series.before(step) or series.at(step) for b, series in run.family("spec/break_even_b").items()}
-    parts = [f"{value:.2f} at batch size {size}" for size, value in found.items() if value]
-    return f"; drafting pays from {', '.join(parts)}" if parts else ""
+def _per_forward_pass(run: LoggedRun, step: int) -> str:
+    """The tokens that a step's draft was known to make, and from how many on drafting pays, in brackets; or nothing."""
+    measured = {s: made for s, made in run.series("spec/tokens_per_forward").items() if made > 1.0}
+    known = {
+        "measured": before(measured, step + 1),
+        "predicted by training": before(run.expected, step),
+        "by a look-up of earlier text": before(run.series("spec/shadow_tokens_per_forward"), step),
+    }
+    for size, pays_from in run.family("spec/break_even_b").items():
+        known[f"needed at batch size {size}"] = before(pays_from, step)
+    parts = ", ".join(f"{tokens:.2f} {name}" for name, tokens in known.items() if tokens)
+    return f" (tokens per forward pass: {parts})" if parts else ""

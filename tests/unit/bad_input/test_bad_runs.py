@@ -41,7 +41,7 @@ RUNS: tuple[tuple[str, str, str], ...] = (
     ("a step of 401 digits", of_step(BIG), "hold no step, the first is line 2"),
     ("a time for a step", of_step("1700000000000"), "hold no step, the first is line 2"),
     ("one far below zero for a step", of_step("-1700000000000"), "hold no step, the first is line 2"),
-    ("a number of 5000 digits", of_step(metrics='{"a": ' + "9" * 5000 + "}"), "hold no step, the first is line 2"),
+    ("a number of 5000 digits", of_step(metrics='{"spec/x": ' + "9" * 5000 + "}"), "not a finite number at step 2"),
     ("brackets without end", f"{DEEP}\n", "hold no step, the first is line 2"),
     ("a list", "[1, 2]\n", "hold no step, the first is line 2"),
     ("bytes", "\ufffd\x00\x01\n", "hold no step, the first is line 2"),
@@ -62,9 +62,9 @@ def test_a_line_that_is_no_step_is_left_out_and_said(tmp_path: Path, line: str, 
     [
         ("r.jsonl", f"{DEEP}\n".encode(), ("r.jsonl", "no step")),
         ("r.jsonl", bytes(range(256)), ("r.jsonl", "no step")),
-        ("r.jsonl", b"", ("r.jsonl is empty", "died before its first step")),
-        ("r.log", b"\xff" * 1000, ("r.log", "is a console log")),
-        ("r.bin", b"\xff" * 1000, ("r.bin", "is no file of steps")),
+        ("r.jsonl", b"", ("r.jsonl", "no step of a trainer is in it yet")),
+        ("r.log", b"\xff" * 1000, ("r.log", "no console logs")),
+        ("r.bin", b"\xff" * 1000, ("r.bin", "no step of a trainer is in it yet")),
     ],
 )
 def test_a_file_without_any_step_is_named(tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]) -> None:
@@ -85,8 +85,8 @@ def test_folders_loops_and_nothing_are_named(tmp_path: Path) -> None:
     (inside := tmp_path / "run.jsonl").mkdir()
     for place, what in (
         (loop, "no such file"),
-        (around, "no trainer's file of steps"),
-        (inside, "no trainer's file of steps"),
+        (around, "no step of a trainer is in it yet"),
+        (inside, "no step of a trainer is in it yet"),
     ):
         done = invoke("report", str(place))
         assert done.exit_code == 2 and not list(missing(done.output, str(place), what)), done.output

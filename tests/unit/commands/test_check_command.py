@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from spec_plugin.commands import forecast
 from spec_plugin.commands.check import find_check, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.judgement import find_model
+from spec_plugin.methods.fit import refuse_unfit
 from spec_plugin.plan import sources
 from spec_plugin.plan.refusals import refuse
 from spec_plugin.plan.run_plan import Model, RunFacts, split_launch
@@ -81,7 +83,7 @@ def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_user_with_a_gpu_is_told_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "without_accelerator", lambda: False)
+    monkeypatch.setattr(forecast, "device_type", lambda: "cuda")
     told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3).facts
     assert "docs/supported.md#never-run-on-a-gpu" in told["never run on a GPU"]
     assert {"model runner", "CUDA graphs"} <= set(told)
@@ -248,11 +250,8 @@ def test_heads_of_a_draft_that_ranks_cannot_share_out_are_refused(
     """Without the flag that run would start; of 32 heads over three ranks it would not, and vLLM says so."""
     target = TargetInfo("m", QWEN3, "bfloat16", tensor_parallel=ranks)
     method = Method("frozen", settings, hf_config={"num_attention_heads": 6})
-    run = RunFacts(
-        SpecConfig.parse(None), target, Model("m", QWEN3, ""), "path", "", (), tensor_parallel_option="the.tp"
-    )
-    said = [str(objection) for objection in forecast._heads_of_the_draft(run, method)]
-    assert [f"(the.tp={ranks}): set it to a divisor of 6" in one for one in said] == [True] * refused
+    with pytest.raises(SpecConfigError, match="a divisor of 6") if refused else nullcontext():
+        refuse_unfit(method, SpecConfig.parse(None), target)
 
 
 def test_a_layer_that_the_target_brings_is_one_though_its_config_json_is_the_targets() -> None:
@@ -289,6 +288,12 @@ def test_the_verdict_is_the_last_thing_that_is_printed() -> None:
     done = invoke("openrlhf", "--", "--ds.load_in_4bit", "--vllm.num_engines", "0")
     assert done.exit_code == 1 and "refused: this openrlhf run would stop; reasons: 3" in done.stdout
     assert done.stdout.rstrip().rpartition("\n")[2].startswith("  3. ")
+
+
+@pytest.mark.parametrize("trainer", ["verl", "openrlhf", "trl"])
+def test_a_shell_script_is_not_judged(trainer: str) -> None:
+    done = invoke(trainer, "--", "bash", "run.sh")
+    assert done.exit_code == 2 and "bash run.sh: what this program starts is not read" in done.stderr
 
 
 def test_an_unknown_trainer_is_an_error_that_names_those_that_are_there() -> None:

@@ -20,7 +20,7 @@ from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands import cli, doctor
 from spec_plugin.commands.adapters import ADAPTER_GROUP
 from spec_plugin.commands.cli import main
-from spec_plugin.commands.doctor import Section, examine_draft, examine_target, hook_summaries, works
+from spec_plugin.commands.doctor import Section, examine_checkpoints, hook_summaries, works
 from spec_plugin.engine.vllm import capabilities
 
 TARGET = {
@@ -164,7 +164,7 @@ def test_with_vllms_cpu_build_and_without_the_cpu_packages_the_doctor_says_how_t
     for switch in ("VERL_PLATFORM", "SPEC_PLUGIN_TRL_CPU"):
         monkeypatch.delenv(switch, raising=False)
     monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
     monkeypatch.setattr(doctor, "_trainers", lambda: [trainer])
     before = dict(os.environ)
     (finding,) = doctor._examine_adapter(adapter(trainer))
@@ -178,60 +178,75 @@ def test_the_plugins_are_listed_with_their_hooks():
     assert "spec_schedule" in found["controller"]
 
 
-def test_a_draft_that_fits_its_target_passes(draft):
-    finding = examine_draft(draft, TARGET)
-    assert finding.state == "ok" and "layers 2, 4, 5" in finding.detail
+def a_policy(folder: Path, **change) -> Path:
+    """The folder, with the config.json of a policy; what is None is left out."""
+    folder.mkdir(exist_ok=True)
+    config = {name: value for name, value in (TARGET | change).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
-def test_a_draft_without_a_target_is_only_looked_at(draft):
-    assert examine_draft(draft, None).state == "note"
+def test_a_draft_that_fits_its_target_passes(target, draft):
+    finding, training = examine_checkpoints(target, draft)
+    assert finding.state == "ok" and "layers 2, 4, 5" in finding.detail and "texts of 64 tokens" in finding.detail
+    assert training.name == "draft training"
+
+
+def test_a_draft_without_a_target_is_not_looked_at(draft):
+    (finding,) = examine_checkpoints(None, draft)
+    assert finding.state == "note" and "--target" in finding.fix
+
+
+def test_a_draft_that_reads_shorter_texts_than_the_policy_may_do_for_a_run(tmp_path, draft):
+    """Which asks for shorter ones, or is told so when it is checked."""
+    longer = a_policy(tmp_path / "longer", max_position_embeddings=128)
+    assert examine_checkpoints(longer, draft)[0].state == "ok"
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 64}, {"vocab_size": 65}, {"num_hidden_layers": 4}])
-def test_a_draft_of_another_target_fails(draft, change):
-    finding = examine_draft(draft, TARGET | change)
+def test_a_draft_of_another_target_fails(tmp_path, draft, change):
+    (finding,) = examine_checkpoints(a_policy(tmp_path / "other", **change), draft)
     assert finding.state == "fail" and finding.fix
 
 
-def test_a_draft_that_is_not_there_or_torn_fails(tmp_path, draft):
-    assert examine_draft(tmp_path / "nothing", TARGET).state == "fail"
+def test_a_draft_that_is_not_there_or_torn_fails(tmp_path, target, draft):
+    assert examine_checkpoints(target, tmp_path / "nothing")[0].state == "fail"
     (draft / "model.safetensors").write_bytes(b"torn")
-    assert examine_draft(draft, TARGET).state == "fail"
+    assert examine_checkpoints(target, draft)[0].state == "fail"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"model_type": "mamba"}, "MambaForCausalLM"), ({"vocab_size": None}, "")],
 )
-def test_a_target_that_can_have_no_draft_fails(change, said):
-    config = {k: v for k, v in (TARGET | change).items() if v is not None}
-    finding = examine_target(config)[0]
+def test_a_target_that_can_have_no_draft_fails(tmp_path, change, said):
+    (finding,) = examine_checkpoints(a_policy(tmp_path, **change), None)
     assert finding.state == "fail" and said in finding.detail and finding.fix
 
 
-def test_small_heads_fail_on_a_cpu_only(monkeypatch):
-    for on_cpu, state in ((True, "fail"), (False, "ok")):
-        monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
-        assert examine_target(TARGET | {"head_dim": 16, "num_attention_heads": 2})[0].state == state
+def test_small_heads_fail_on_a_cpu_only(tmp_path, monkeypatch):
+    policy = a_policy(tmp_path, head_dim=16, num_attention_heads=2)
+    for device, state in (("cpu", "fail"), ("cuda", "ok")):
+        monkeypatch.setattr(doctor, "device_type", lambda device=device: device)
+        assert examine_checkpoints(policy, None)[0].state == state
 
 
-def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(monkeypatch):
+def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(tmp_path, monkeypatch):
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 32_768, "num_attention_heads": 16}
-    found = {}
-    for on_cpu in (True, False):
-        monkeypatch.setattr(doctor, "_on_cpu", lambda value=on_cpu: value)
-        _, finding = examine_target(TARGET | shape)
-        found[on_cpu] = finding.detail
-    assert "in a step of 512 tokens" in found[True] and "always" in found[True]
-    assert "in a step of 8192 tokens" in found[False] and "in host memory between them" in found[False]
+    policy, found = a_policy(tmp_path, **shape), {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(doctor, "device_type", lambda device=device: device)
+        _, finding = examine_checkpoints(policy, None)
+        found[device] = finding.detail
+    assert "in a step of 512 tokens" in found["cpu"] and "always" in found["cpu"]
+    assert "in a step of 8192 tokens" in found["cuda"] and "in host memory between them" in found["cuda"]
     made = DraftConfig.from_target(TARGET | shape)
     # a card gets the policy's head in bfloat16, and all that the buffer holds; the embedding stays with the host
     of_slices = 4 * made.parameters + 2 * 32_768 * 1024 + 2**30
     assert (
-        f"weights {4 * made.parameters / 2**30:.2f} GiB" in found[False]
-        and f"{of_slices / 2**30:.2f} GiB" in found[False]
+        f"weights {4 * made.parameters / 2**30:.2f} GiB" in found["cuda"]
+        and f"{of_slices / 2**30:.2f} GiB" in found["cuda"]
     )
-    assert len(examine_target({"model_type": "unheard of"})) == 1, "nothing of a draft that cannot be made"
 
 
 def test_what_libraries_print_while_they_are_examined_is_not_in_the_json(monkeypatch):

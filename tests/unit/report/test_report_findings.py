@@ -1,24 +1,22 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
 from builders.report import DATA, made
-from hypothesis import given
-from hypothesis import strategies as st
 
 from spec_plugin.api.speculation import Reason, Speculation, as_metrics
 from spec_plugin.commands.report.build import compare, make_report
-from spec_plugin.commands.report.changes import shifts_of
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.read import ReportError
-from spec_plugin.commands.report.run import LoggedRun, Series, Spread, work_of
+from spec_plugin.commands.report.run import LoggedRun, Spread
 from spec_plugin.commands.report.states import spans_of
 
 
 def real(folder: str) -> LoggedRun:
-    return make_report([DATA / folder]).views[0].run
+    return make_report([DATA / folder]).runs[0]
 
 
 def texts(run: LoggedRun, level: str | None = None) -> list[str]:
@@ -30,32 +28,11 @@ def wobble(step: int) -> float:
     return random.Random(step).uniform(-0.1, 0.1)
 
 
-def test_a_fall_of_acceptance_is_told_with_what_changed_before_it():
-    run = made(
-        spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s),
-        lr=lambda s: 1e-6 if s < 39 else 1e-5,
-    )
-    assert texts(run, "warn") == [
-        "acceptance fell at step 41, from 4.99 to 3.18 tokens per forward pass, two steps after the learning rate rose "
-        "from 1e-06 to 1e-05"
-    ]
-
-
-def test_a_fall_of_acceptance_because_fewer_tokens_are_drafted_is_told_so():
-    run = made(spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5, spec_k_b8=lambda s: 8 if s < 30 else 2)
+def test_acceptance_that_falls_is_named():
+    run = made(spec_acceptance_length=lambda s: (5.0 if s < 41 else 3.2) + wobble(s))
     (text,) = texts(run, "warn")
-    assert text.endswith("at the same step as k at batch size 8 fell from 8 to 2")
-
-
-def test_of_what_changed_before_a_fall_the_last_is_told_first():
-    run = made(
-        spec_acceptance_length=lambda s: 5.0 if s < 30 else 2.5,
-        lr=lambda s: 1e-6 if s < 26 else 2e-6,
-        entropy=lambda s: 1.0 if s < 29 else 2.0,
-    )
-    (text,) = texts(run, "warn")
-    assert text.endswith(
-        ", one step after the policy's entropy rose from 1 to 2 and four steps after the learning rate rose from 1e-06 to 2e-06"
+    assert re.sub(r"\.\d+", "", text) == (
+        "acceptance fell: 5 tokens per forward pass in the best fifth of the drafted steps, 3 in the last"
     )
 
 
@@ -67,19 +44,6 @@ def test_acceptance_that_wobbles_or_rises_is_no_warning():
 def test_steps_that_did_not_draft_are_no_fall_of_acceptance():
     run = made(spec_acceptance_length=lambda s: 1.0 if 20 <= s < 30 else 5.0)
     assert not [t for t in texts(run) if "fell" in t]
-
-
-@given(st.floats(1.5, 9.0), st.floats(0.3, 0.8), st.integers(5, 45))
-def test_a_clean_fall_is_found_once_and_at_its_step(level, share, where):
-    values = tuple(level if i < where else 1 + (level - 1) * share for i in range(50))
-    shifts = shifts_of(Series(tuple(range(50)), values), least=0.15, floor=1.0)
-    assert [s.step for s in shifts] == [where] and shifts[0].fell
-
-
-@given(st.lists(st.floats(-0.05, 0.05), min_size=10, max_size=60))
-def test_small_noise_alone_is_no_shift(noise):
-    series = Series(tuple(range(len(noise))), tuple(5.0 + n for n in noise))
-    assert shifts_of(series, least=0.15) == []
 
 
 def test_why_a_run_did_not_speculate_is_read_from_its_metrics():
@@ -111,8 +75,7 @@ def test_numbers_stand_beside_the_reason_that_drafts_do_not_pay():
     run = coded(3, lambda s: as_metrics(Reason.BELOW_BREAK_EVEN), spec_expected_acceptance=1.4, spec_break_even_b8=2.0)
     assert (
         spans_of(run)[-1].why
-        == "drafts make too few tokens to pay: training predicts 1.40 tokens per forward pass; drafting pays from 2.00 at "
-        "batch size 8"
+        == "drafts make too few tokens to pay (tokens per forward pass: 1.40 predicted by training, 2.00 needed at batch size 8)"
     )
 
 
@@ -145,7 +108,8 @@ def test_a_dropped_draft_says_what_it_made_and_would_have_had_to():
     code = as_metrics(Reason.BELOW_BREAK_EVEN, Speculation.DROPPED)
     run = coded(2, lambda s: code, spec_on=0, spec_tokens_per_forward=1.2, spec_break_even_b4=1.9)
     assert (
-        spans_of(run)[0].why == "the draft gave 1.20 tokens per forward pass; drafting pays from 1.90 at batch size 4"
+        spans_of(run)[0].why
+        == "drafts make too few tokens to pay (tokens per forward pass: 1.20 measured, 1.90 needed at batch size 4)"
     )
 
 
@@ -160,8 +124,7 @@ def test_a_draft_that_was_tried_and_lost_is_the_reason_for_the_steps_after_it():
     _, after = spans_of(tried)
     assert (after.where, after.why) == (
         "steps 2 to 4",
-        "drafts make too few tokens to pay: 1.08 tokens per forward pass were measured at step 1; drafting pays from 1.80 at "
-        "batch size 8",
+        "drafts make too few tokens to pay (tokens per forward pass: 1.08 measured, 1.80 needed at batch size 8)",
     )
 
 
@@ -172,24 +135,23 @@ def test_a_try_that_promised_nothing_is_no_broken_promise():
         spec_speedup_realised=lambda s: 0.9 if s == 1 else 2.0 + s / 1000,
     )
     assert any("; 1.00 of the prediction" in text for text in texts(run, "fine"))
-    assert "drafting was slower than plain decoding at step 1" in texts(run, "warn")
+    assert "drafting was slower than plain decoding at step 1, of 2" in texts(run, "warn")
 
 
 def test_a_plain_run_is_said_to_be_one():
     assert texts(real("verl-plain")) == ["a plain run: no spec/* metric was logged, so the flag was off"]
 
 
-def test_prediction_is_compared_with_the_rollout_that_it_was_for():
-    late = real("verl-lag1")
-    assert late.reports_late and not real("verl-flag").reports_late
-    realised, predicted = late.series("spec/speedup_realised"), late.series("spec/speedup_predicted")
-    ratio = Spread.of([value / predicted.before(step) for step, value in realised.pairs() if predicted.before(step)])
-    assert any(f"{ratio.median:.2f} of the prediction" in text for text in texts(late))
+def test_an_asynchronous_runs_prediction_which_is_for_a_later_rollout_is_not_compared():
+    assert any("of the prediction" in text for text in texts(real("verl-flag")))
+    asynchronous = real("verl-lag1")
+    assert asynchronous.series("spec/speedup_predicted") and asynchronous.series("spec/speedup_realised")
+    assert not [text for text in texts(asynchronous) if "of the prediction" in text]
 
 
 def test_drafting_that_loses_is_named_by_its_steps():
     run = made(9, spec_speedup_predicted=2.0, spec_speedup_realised=lambda s: s / 1000 + (0.8 if s in (4, 7) else 1.1))
-    assert "drafting was slower than plain decoding at steps 4, 7" in texts(run, "warn")
+    assert "drafting was slower than plain decoding at steps 4, 7, of 9" in texts(run, "warn")
     assert any("0.55 of the prediction" in text for text in texts(run, "warn"))
 
 
@@ -197,13 +159,11 @@ def test_a_few_steps_a_little_slower_are_told_without_a_warning():
     few = made(40, spec_speedup_realised=lambda s: s / 1000 + (0.9 if s in (4, 7) else 1.3))
     assert texts(few, "warn") == []
     assert "drafting was slower than plain decoding at steps 4, 7, of 40" in texts(few, "fine")
-    much = made(40, spec_speedup_realised=lambda s: s / 1000 + (0.6 if s == 4 else 1.3))
-    assert texts(much, "warn") == ["drafting was slower than plain decoding at step 4"]
 
 
 def test_a_speed_that_is_logged_again_is_not_counted_again():
     run = made(6, spec_speedup_realised=lambda s: 0.5 if s >= 2 else 0.9)
-    assert "drafting was slower than plain decoding at steps 1, 2" in texts(run, "warn")
+    assert "drafting was slower than plain decoding at steps 1, 2, of 2" in texts(run, "warn")
 
 
 def test_log_probs_above_their_tolerance_are_named_unless_the_policy_had_moved():
@@ -221,8 +181,8 @@ def test_a_run_that_never_drafted_ends_with_the_reason():
     code = as_metrics(Reason.BELOW_BREAK_EVEN)
     run = coded(3, lambda s: code, spec_expected_acceptance=1.4, spec_break_even_b8=2.0, spec_acceptance_length=1.0)
     assert texts(run, "warn") == [
-        "nothing was drafted; at the end: drafts make too few tokens to pay: training predicts 1.40 tokens per forward pass; "
-        "drafting pays from 2.00 at batch size 8"
+        "nothing was drafted; at the end: drafts make too few tokens to pay (tokens per forward pass: 1.40 predicted by "
+        "training, 2.00 needed at batch size 8)"
     ]
 
 
@@ -241,16 +201,15 @@ def test_refused_refreshes_and_a_draft_that_stands_still_are_named():
         spec_train_steps=5,
     )
     assert texts(run, "warn") == [
-        "the draft was trained, but the engine kept serving one version from step 3 to 8",
-        "the engine refused 2 refreshes of the draft at step 5; it kept the one before",
+        "the draft was trained at steps 4, 5, 6, 7, 8, but the engine kept serving one version",
+        "refreshes that the engine refused: 2, the first at step 5; it kept the draft before",
     ]
 
 
 def test_what_is_only_repeated_is_not_counted_as_work():
-    run = made(4, spec_train_ms=lambda s: 1000.0 if s < 3 else 500.0, spec_harvest_ms=100.0)
-    work = work_of(run)
-    assert work["draft training"].values == (1.0, 0.0, 0.5, 0.0)
-    assert work["harvest"].values == (0.1, 0.1, 0.1, 0.1)
+    run = made(4, spec_train_ms=lambda s: 1000.0 if s < 3 else 500.0, spec_harvest_ms=lambda s: 100.0 * s)
+    assert [*run.work["draft training"].values()] == [1.0, 0.0, 0.5, 0.0]
+    assert [*run.work["harvest"].values()] == [0.1, 0.2, 0.3, 0.4]
 
 
 @pytest.mark.parametrize(("value", "level"), [(2.9, None), (3.0, None), (3.5, "bad")])

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.report import make_report, to_html
-from spec_plugin.commands.report.build import Report, View
-from spec_plugin.commands.report.findings import RunFinding
+from spec_plugin.commands.report.build import Report
 from spec_plugin.commands.report.run import LoggedRun
 
 RUNS = [DATA / name for name in ("verl-flag", "verl-plain", "trl-untrained")]
@@ -87,10 +86,9 @@ def test_figures_are_the_same_each_time(page):
 
 def test_what_a_log_says_is_text_and_never_markup():
     bad = "<script>alert(1)</script>"
-    run = LoggedRun(bad, bad, {1: {"spec/on": 1.0, "step_s": 1.0}}, (), (bad,))
+    run = LoggedRun(bad, bad, {1: {"spec/on": 1.0, "step_s": 1.0}}, (bad,), (bad,))
     other = LoggedRun("other", "", {1: {"step_s": 1.0}, 2: {"step_s": 2.0}})
-    views = tuple(View(r, (), (RunFinding("warn", bad),), None) for r in (run, other))
-    page = to_html(Report(views, bad, (), (bad,), (bad,)))
+    page = to_html(Report((run, other), bad, (), (bad,), (bad,)))
     assert bad not in page and page.count("&lt;script&gt;") >= 6
 
 
@@ -125,8 +123,8 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is a console log, of which the report reads none"),
-        ("\x00\x01 nothing of a trainer\n", "is a console log"),
+        ("", "no step of a trainer is in it yet"),
+        ("\x00\x01 nothing of a trainer\n", "and no console logs"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, text, says):

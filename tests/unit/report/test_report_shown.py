@@ -11,14 +11,13 @@ from pathlib import Path
 from builders.paths import ROOT
 from builders.report import DATA
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.report import make_report, to_html
-from spec_plugin.commands.report.figures import draw, thinned
-from spec_plugin.commands.report.panels import drafted_ks, short_names, together
-from spec_plugin.commands.report.run import Series, Spread
+from spec_plugin.commands.report.figures import draw
+from spec_plugin.commands.report.panels import drafted_ks, together
+from spec_plugin.commands.report.run import Spread
+from spec_plugin.commands.report.states import spans_of
 
 RUNS = [DATA / name for name in ("verl-flag", "verl-plain", "trl-untrained")]
 
@@ -44,46 +43,34 @@ def test_a_long_run_takes_as_much_longer_as_it_has_steps_and_a_browser_takes_its
         seconds[steps] = time.process_time() - begin
     assert seconds[5000] < 12 * seconds[1000], "25 times would be its square"
     assert len(page) < 900_000
-    assert "a line shows the median of 13 neighbouring ones" in page
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
-def test_a_thinned_line_keeps_to_its_values_and_its_steps(values, most):
-    series = Series(tuple(range(len(values))), tuple(values))
-    middle, low, high = thinned(series, most)
-    assert middle.steps == low.steps == high.steps == tuple(sorted(set(middle.steps)))
-    assert 1 <= len(middle.values) <= most
-    assert min(low.values) == min(values) and max(high.values) == max(values)
-    assert all(a <= b <= c for a, b, c in zip(low.values, middle.values, high.values, strict=True))
-    assert most < len(values) or middle.values == series.values
 
 
 def test_after_a_failure_nothing_is_shown_as_drafted():
-    run = make_report([DATA / "trl-untrained"]).views[0]
-    assert run.run.series("spec/k_b4")
-    drafted = dict(drafted_ks(run.run, run.spans))
-    assert drafted.keys() == run.run.family("spec/k_b").keys()
-    assert not any(series.steps for series in drafted.values())
+    (run,) = make_report([DATA / "trl-untrained"]).runs
+    assert run.series("spec/k_b4")
+    drafted = drafted_ks(run, spans_of(run))
+    assert drafted.keys() == run.family("spec/k_b").keys()
+    assert not any(drafted.values())
 
 
-def test_rewards_side_by_side_are_those_of_the_same_steps():
+def test_what_stands_side_by_side_is_of_the_same_steps():
     report = make_report(RUNS[:2])
     page = to_html(report)
-    assert "rewards of the last steps that all runs have, 4 to 8" in page
-    flag, plain = (Spread.of([view.run.steps[s]["reward"] for s in range(4, 9)]) for view in report.views)
-    assert f"<td>{flag.text('.3f')}</td>" in page and f"<td>{plain.text('.3f')}</td>" in page
+    assert "of the steps that all runs have, without the first: 2 to 8" in page
+    flag, plain = (Spread.of(run.steps[s]["reward"] for s in range(2, 9)) for run in report.runs)
+    assert f"<td>{flag.text()}</td>" in page and f"<td>{plain.text()}</td>" in page
 
 
-def test_what_a_figure_of_several_runs_leaves_out_is_said_below_it():
-    page = to_html(make_report([DATA / "verl-lag1", DATA / "openrlhf-events"]))
-    together = page.partition("<h2>verl-lag1</h2>")[0]
-    assert "Step 1, which starts things up, reaches 55.3 and is cut off." in together
+def test_the_first_step_which_starts_things_up_flattens_no_figure_of_times():
+    runs = make_report(RUNS[:2]).runs
+    (steps,) = (panel for panel in together(runs) if panel.title == "Whole step")
+    assert [min(line.series) for line in steps.lines] == [2, 2]
 
 
 def test_times_of_several_runs_are_drawn_from_zero():
-    runs = [view.run for view in make_report(RUNS[:2]).views]
-    panels = {panel.title: draw(panel, "")[1] for panel in together(runs)}
-    assert all(">0</text>" in panels[title] for title in ("Whole step", "Generation, per token"))
+    runs = make_report(RUNS[:2]).runs
+    panels = {panel.title: draw(panel, "") for panel in together(runs)}
+    assert all(re.search(r">0(\.0)?</text>", panels[title]) for title in ("Whole step", "Generation, per token"))
 
 
 def test_the_keys_of_the_json_are_those_that_the_documents_promise():
@@ -91,9 +78,8 @@ def test_the_keys_of_the_json_are_those_that_the_documents_promise():
     text = (ROOT / "docs" / "reference.md").read_text()
     promised = {
         "": {"schema", "base", "problems", "caveats", "comparisons", "runs"},
-        "comparisons": {"run", "base", "what", "ratio", "first", "last", "sentence"},
-        "runs": {"name", "trainer", "plugin", "sources", "planned", "remarks", "steps"}
-        | {"earned", "speculation", "findings"},
+        "comparisons": {"run", "base", "what", "ratio", "first", "last"},
+        "runs": {"name", "trainer", "plugin", "sources", "remarks", "steps"} | {"earned", "speculation", "findings"},
         "speculation": {"first", "last", "state", "reason", "why"},
         "findings": {"level", "text", "step"},
     }
@@ -107,15 +93,3 @@ def test_the_keys_of_the_json_are_those_that_the_documents_promise():
     part = text.partition("<!-- report-json:begin -->")[2].partition("<!-- report-json:end -->")[0]
     for keys in promised.values():
         assert not [key for key in keys if not re.search(rf"`(runs\[\]\.)?{key}`", part)]
-
-
-@given(st.lists(st.text("ab1-_/", min_size=1, max_size=90), min_size=1, max_size=12, unique=True))
-def test_names_in_a_legend_are_short_and_differ(names):
-    short = short_names(names)
-    assert len(set(short)) == len(names)
-    assert max(map(len, short)) <= 31 and (max(map(len, names)) > 27 or short == names)
-
-
-def test_long_names_keep_their_number_and_their_end():
-    names = [f"grpo-qwen3-8b-dapo-math-17k-temperature-1.0-{kind}-lr1e-6-0001" for kind in ("k5", "plain")]
-    assert short_names(names) == ["1: …ure-1.0-k5-lr1e-6-0001", "2: …-1.0-plain-lr1e-6-0001"]

@@ -16,7 +16,7 @@ from spec_plugin.commands.report import build
 from spec_plugin.commands.report.build import make_report, to_text
 from spec_plugin.commands.report.formats import LogFormat
 from spec_plugin.commands.report.read import ReportError, read_runs
-from spec_plugin.commands.report.run import LoggedRun, spacing
+from spec_plugin.commands.report.run import LoggedRun
 
 DATA = ROOT / "tests" / "data" / "report" / "trl-flag"
 STATE = "trainer_state.json"
@@ -35,7 +35,7 @@ def checkpoint(folder: Path, step: int, records: Sequence[dict[str, Any]] = (), 
     file = folder / f"checkpoint-{step}" / STATE
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = list(records) or [{**STEPS[n % len(STEPS)], "step": n + 1} for n in range(step)]
-    file.write_text(json.dumps({**NEWEST, "global_step": step, "max_steps": 20, "log_history": kept, **fields}))
+    file.write_text(json.dumps({**NEWEST, "global_step": step, "log_history": kept, **fields}))
     os.utime(file, (1000 - age, 1000 - age))
     return file
 
@@ -45,13 +45,12 @@ def checkpoint(folder: Path, step: int, records: Sequence[dict[str, Any]] = (), 
 
 def test_all_that_a_run_has_written_says_the_same() -> None:
     whole = read(DATA)
-    assert (whole.name, whole.trainer, whole.numbers, whole.planned) == ("trl-flag", "TRL", (1, 2, 3, 4, 5, 6), 6)
+    assert (whole.name, whole.trainer, whole.numbers) == ("trl-flag", "TRL", (1, 2, 3, 4, 5, 6))
     assert not whole.remarks
     exact, events = (read(DATA / part) for part in (f"checkpoint-6/{STATE}", "runs"))
-    assert exact.steps == whole.steps and (exact.name, exact.planned) == ("trl-flag", 6)
-    assert events.trainer == "TRL" and events.numbers == exact.numbers
+    assert exact.name == "trl-flag" and events.trainer == "TRL" and events.numbers == exact.numbers
     for step in exact.numbers:
-        assert events.steps[step] == pytest.approx(exact.steps[step], rel=1e-6)
+        assert events.steps[step] == whole.steps[step] == pytest.approx(exact.steps[step], rel=1e-6)
     names = {"step_s", "reward", "response_tokens", "lr", "entropy", "grad_norm", "spec/on", "spec/cost_s"}
     assert names <= exact.steps[6].keys()
 
@@ -63,45 +62,40 @@ def test_a_folder_of_several_runs_has_each_with_its_checkpoints_and_event_files(
         shutil.copytree(DATA, tmp_path / name)
     monkeypatch.setattr(build, "log_formats", lambda: FORMATS)
     made = make_report([tmp_path])
-    assert [view.run.name for view in made.views] == ["flag", "plain"] and not made.problems
+    assert [run.name for run in made.runs] == ["flag", "plain"] and not made.problems
 
 
 def test_steps_after_the_last_checkpoint_are_read_from_the_event_files(tmp_path: Path) -> None:
     shutil.copytree(DATA / "checkpoint-3", tmp_path / "checkpoint-3")
     shutil.copytree(DATA / "runs", tmp_path / "runs")
     run = read(tmp_path)
-    assert (run.name, run.numbers, run.planned) == (tmp_path.name, (1, 2, 3, 4, 5, 6), 6)
+    assert (run.name, run.numbers) == (tmp_path.name, (1, 2, 3, 4, 5, 6))
 
 
 # ---- checkpoints
 
 
-def test_the_newest_checkpoint_is_read_and_a_copy_that_lost_its_time_does_not_hide_it(tmp_path: Path) -> None:
+def test_the_checkpoint_of_the_last_step_is_read_whatever_the_files_times_are(tmp_path: Path) -> None:
     for age, step in enumerate((9, 10, 8, 2)):
         checkpoint(tmp_path, step, age=age)
     run = read(tmp_path)
-    assert run.numbers == tuple(range(1, 11)) and len(run.sources) <= 3
-    assert run.remarks == ("20 steps were planned, and the log ends at step 10: it is still running, or was cut off",)
-
-
-def test_of_a_run_that_went_back_to_a_checkpoint_what_it_did_then_is_shown(tmp_path: Path) -> None:
-    again = [{**STEPS[0], "step": n, "reward": 0.0 if n <= 4 else 1.0} for n in range(1, 8)]
-    checkpoint(tmp_path, 10, [{**STEPS[0], "step": n, "reward": 0.0} for n in range(1, 11)], age=9)
-    checkpoint(tmp_path, 7, again, age=0)
-    run = read(tmp_path)
-    assert run.series("reward").values == (0.0,) * 4 + (1.0,) * 3
-    assert (
-        f"{STATE}: step 5 comes again after step 10: the run was resumed there; the later one is shown" in run.remarks
-    )
+    assert run.numbers == tuple(range(1, 11)) and not run.remarks
 
 
 def test_a_checkpoint_that_was_cut_off_while_it_was_written_is_said_and_the_one_before_is_read(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 4, age=1)
+    checkpoint(tmp_path, 4)
     torn = checkpoint(tmp_path, 6)
     torn.write_text(torn.read_text()[:3000])
     run = read(tmp_path)
     assert run.numbers == (1, 2, 3, 4)
-    assert any(r.startswith(f"checkpoint-6/{STATE}: it is no JSON, or was cut off") for r in run.remarks)
+    assert run.remarks == (f"checkpoint-6/{STATE}: it is no JSON, or was cut off while it was written",)
+
+
+def test_an_event_file_of_a_run_that_was_resumed_takes_over_from_the_step_where_it_begins(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3, [{**STEPS[0], "step": n, "reward": 9.0} for n in range(1, 9)])
+    shutil.copytree(DATA / "runs", tmp_path / "runs")
+    run = read(tmp_path)
+    assert run.numbers == (1, 2, 3, 4, 5, 6) and 9.0 not in run.series("reward").values()
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"log_history": 3}', '{"log_history": [1, {"step": "x"}]}', "[" * 9999])
@@ -115,7 +109,7 @@ def test_evaluations_between_the_logged_steps_are_no_steps(tmp_path: Path) -> No
     records = [{**STEPS[0], "step": n} for n in (10, 20, 30)]
     records[1:1] = [{"eval_loss": 0.5, "eval_reward": 1.0, "epoch": 0.2, "step": 15}]
     records.append({"train_runtime": 5.0, "train_loss": 0.1, "epoch": 0.5, "step": 32})
-    checkpoint(tmp_path, 32, records, max_steps=32)
+    checkpoint(tmp_path, 32, records)
     run = read(tmp_path)
     assert run.numbers == (10, 20, 30) and not run.remarks
 
@@ -124,18 +118,18 @@ def test_steps_that_are_logged_one_in_ten_are_none_that_are_missing_and_count_fo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [{**STEPS[0], "step": n, "step_time": 2.0, "spec/cost_so_far_s": 7.0} for n in (10, 20, 40, 50)]
-    checkpoint(tmp_path, 50, records, max_steps=58)
+    checkpoint(tmp_path, 50, records)
     monkeypatch.setattr(build, "log_formats", lambda: FORMATS)
-    (view,) = make_report([tmp_path]).views
-    assert view.run.remarks == ("steps are missing between the first and the last: 30",)
-    assert view.earned is not None and (view.earned.run_s, view.earned.cost_s) == (4 * 2.0 * 10, 7.0)
+    (run,) = make_report([tmp_path]).runs
+    assert run.remarks == ("steps are missing between the first and the last: 30",)
+    earned = run.earned
+    assert earned is not None and (earned.run_s, earned.cost_s) == (4 * 2.0 * 10, 7.0)
     assert ": 4 steps (one in 10 is logged) of TRL, " in "\n".join(to_text(make_report([tmp_path])))
 
 
 @pytest.mark.parametrize(
     ("numbers", "every"),
     [
-        ((), 1),
         ((7,), 1),
         ((1, 2, 3, 5), 1),
         ((10, 20), 10),
@@ -143,10 +137,11 @@ def test_steps_that_are_logged_one_in_ten_are_none_that_are_missing_and_count_fo
         ((10, 20, 30, 50), 10),
         ((1, 3, 4), 1),
         ((1, 1_000_000), 1),  # two ends are no rhythm
+        ((8, 9), 1),
     ],
 )
 def test_of_how_many_steps_one_was_logged(numbers: tuple[int, ...], every: int) -> None:
-    assert spacing(numbers) == every
+    assert LoggedRun("run", "", {number: {} for number in numbers}).every == every
 
 
 def test_numbers_beside_the_step_in_json_lines_are_a_step_and_rollouts_are_none(tmp_path: Path) -> None:
@@ -156,5 +151,5 @@ def test_numbers_beside_the_step_in_json_lines_are_a_step_and_rollouts_are_none(
     run = read(tmp_path)
     assert run.numbers == (1, 2) and run.trainer == "TRL" and run.sources == (str(tmp_path / "metrics.jsonl"),)
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(ReportError, match="no trainer's file of steps"):
+    with pytest.raises(ReportError, match="no step of a trainer is in it"):
         read(tmp_path)

@@ -45,6 +45,12 @@ def test_steps_without_an_optimizer_step_are_no_training(untrained: Path) -> Non
     assert "no optimizer step" in said
 
 
+def test_of_a_run_without_a_slice_of_training_nothing_is_said_of_training(tmp_path: Path) -> None:
+    rows = [{**LINES[min(s, 2)], **NO_STEP, "step": s + 1, "spec/train_ms": 0.0} for s in range(8)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert "was trained" not in text(tmp_path) and "optimizer step" not in text(tmp_path)
+
+
 def test_a_loss_that_nobody_measured_is_not_drawn(untrained: Path) -> None:
     page = to_html(make_report([untrained]))
     assert "Draft: loss" not in page and "predicted by training" not in page
@@ -56,4 +62,4 @@ def test_a_slice_that_is_logged_again_is_no_training_either(tmp_path: Path) -> N
     rows = [{**LINES[min(s, 2)], **last, "step": s + 1} for s in range(8)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert "the draft was trained" not in text(tmp_path)
-    assert make_report([tmp_path]).views[0].run.trained == (1,)
+    assert make_report([tmp_path]).runs[0].trained == (1,)

@@ -26,7 +26,7 @@ SCRIPT = """
     from spec_plugin_verl.actor import SpecActor
     from spec_plugin_verl.backends import BACKENDS, mixed
     from spec_plugin_verl.registration import register
-    from spec_plugin_verl_check.actors import ACTORS
+    from spec_plugin_verl_check.options import ACTORS
 
     taken = EngineRegistry._engines["language_model"]
     once = {name: dict(engines) for name, engines in taken.items()}
