@@ -47,8 +47,9 @@ def refuse_unfit(method: Method, config: SpecConfig, target: TargetInfo) -> None
         )
     ranks, configs = target.tensor_parallel, (method.draft_config, target.hf_config)
     heads, policys = (text_part(config or {}).get("num_attention_heads") for config in configs)
-    splits = isinstance(heads, int) and isinstance(policys, int) and ranks > 0 and not policys % ranks
-    if splits and heads % ranks and method.settings.get("draft_tensor_parallel_size") != 1:
+    shared_out = [isinstance(n, int) and ranks > 0 and not n % ranks for n in (heads, policys)]
+    alone = method.settings.get("draft_tensor_parallel_size") == 1
+    if isinstance(heads, int) and shared_out == [False, True] and not alone:
         raise CannotDraft(
             "attention heads of the draft that tensor parallel ranks cannot share out",
             f"vLLM would refuse to start: {ranks} tensor parallel ranks cannot share out the draft's {heads} attention heads",
