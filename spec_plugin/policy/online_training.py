@@ -22,7 +22,6 @@ from spec_plugin.api.hookspecs import hookimpl
 from spec_plugin.api.method import KNOWS_NOTHING, Method
 from spec_plugin.api.ranks import is_first, on_any_rank, together
 from spec_plugin.policy.held_out import EACH, SHARE, HeldOut
-from spec_plugin.policy.model_card import ModelCard
 from spec_plugin.policy.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -218,14 +217,6 @@ class DraftTraining:
         """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
         if self._trainer is not None:
             self._trainer.save(path / "draft", {_CHANCES: self._chances})
-            self._card().write(path / "draft")
-
-    def _card(self) -> ModelCard:
-        assert self._trainer is not None
-        data = f"the rollouts of a run up to policy version {self._trainer.policy_version}"
-        method = str(self._method.settings.get("method", self._method.name))
-        predicted = self._held_out.report.chances if self._held_out.report else ()
-        return ModelCard(self._target.path, method, data, predicted, served="draft")
 
     @property
     def _chances(self) -> tuple[float, ...]:

@@ -6,12 +6,11 @@ import contextlib
 import json
 import math
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, rea
 from spec_plugin.engine.vllm.offline import lines_of
 from spec_plugin.lifecycle.manager import built_in_method
 from spec_plugin.plan.refusals import read_json
-from spec_plugin.policy.model_card import ModelCard
 from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step
 
 #: prompts sampled between two writes: what a kill costs at most
@@ -87,7 +85,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     predicted = train(settings, target, method, training, held_out, work, show)
     measured = _measured(settings, work, held_out, method)
     outcome = TrainedDraft(settings.out, predicted, measured, settings.k)
-    _finish(settings, work, outcome, len(rollouts), str(method.settings["method"]))
+    _finish(settings, work, outcome, len(rollouts))
     return outcome
 
 
@@ -288,18 +286,7 @@ def _measured(
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
 
 
-def _command(settings: PretrainSettings) -> list[str]:
-    """That makes this draft again."""
-    words = ["spec-plugin", "train"]
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if value != field.default:
-            option = f"--{field.name.replace('_', '-')}"
-            words += [word for v in (value if isinstance(value, tuple) else (value,)) for word in (option, str(v))]
-    return words
-
-
-def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollouts: int, method: str) -> None:
+def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollouts: int) -> None:
     about = {
         "settings": json.loads((work / "settings.json").read_text()),
         "rollouts": rollouts,
@@ -307,10 +294,5 @@ def _finish(settings: PretrainSettings, work: Path, outcome: TrainedDraft, rollo
         "measured_chances": outcome.measured,
     }
     (work / "draft" / "training.json").write_text(json.dumps(about, indent=2))
-    data = f"{rollouts} rollouts" + (f" of {settings.prompts.name}" if settings.prompts is not None else "")
-    card = ModelCard(
-        str(settings.target), method, data, outcome.predicted, outcome.measured, shlex.join(_command(settings))
-    )
-    card.write(work / "draft")
     (work / "draft").rename(settings.out)
     shutil.rmtree(work)
