@@ -38,8 +38,7 @@ class SpecConfig(BaseModel):
         None,
         min_length=1,
         description="draft to start from (EAGLE-3 in vLLM's, EAGLE's or speculators' layout; a causal LM): a folder, owner/name "
-        "or owner/name@revision of the Hugging Face hub, or known: the public one that is known for the policy; none: a "
-        "new, untrained one",
+        "or owner/name@revision of the Hugging Face hub; none: a new, untrained one",
     )
     draft_vocab_size: int | None = Field(
         None,

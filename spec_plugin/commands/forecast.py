@@ -20,7 +20,7 @@ from spec_plugin.engine.recurrent_states import check_states
 from spec_plugin.lifecycle.manager import built_in_method, create_manager
 from spec_plugin.lifecycle.session import method_of
 from spec_plugin.plan.engine_class import architectures, engine_class, keeps_states
-from spec_plugin.plan.hub import DraftNotHereError, draft_folder, known_draft
+from spec_plugin.plan.hub import DraftNotHereError, draft_folder
 from spec_plugin.plan.model_runner import runner_of
 from spec_plugin.plan.refusals import Objection, truncated_in_loss
 from spec_plugin.plan.run_plan import RunFacts, RunPlan
@@ -113,14 +113,12 @@ def _of_model(run: RunFacts, reason: str, why: str, instead: str) -> Objection:
 
 
 def _about_target(run: RunFacts, method: Method) -> Iterator[str]:
-    """Public drafts for this target, and what has not been shown with its class."""
+    """What has not been shown with the target's class."""
     hf_config = run.target.hf_config
     if keeps_states(hf_config):
         yield _STATES
     if method.draft is None or not method.harvest:
         return
-    if method.newborn and run.spec.draft is None and (known := known_draft(run.target)):
-        yield known.sentence
     found = engine_class(hf_config)
     if found is None:
         named = " or ".join(architectures(hf_config)) or "this model"
@@ -184,7 +182,7 @@ def _engine_memory(run: RunFacts, method: Method) -> str:
     if method.draft is not None:
         size = method.draft.config.parameters * _BYTES.get(run.target.dtype, 2)
     else:  # served as it is
-        folder = Path(draft_folder(str(run.spec.draft), run.target, fetch=False))
+        folder = Path(draft_folder(str(run.spec.draft), fetch=False))
         size = sum(file.stat().st_size for file in weight_files(folder) if file.is_file())
     split = f", split over {run.target.tensor_parallel} ranks" if run.target.tensor_parallel > 1 else ""
     own = method.draft is not None and method.draft.config.of_target  # its config.json is the target's

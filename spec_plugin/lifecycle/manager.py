@@ -109,7 +109,7 @@ def ask_method(
     """
     refuse_two_policies(target)
     if config.draft is not None:
-        config = config.model_copy(update={"draft": draft_folder(config.draft, target, fetch)})
+        config = config.model_copy(update={"draft": draft_folder(config.draft, fetch)})
     if (
         config.draft is not None and Path(config.draft).resolve() != Path(target.path).resolve()
     ):  # that is trusted, or not

@@ -1,4 +1,4 @@
-"""Drafts by name: a model of the Hugging Face hub, a folder, or the one that is known for a policy (``spec.draft``).
+"""Drafts by name (``spec.draft``): a model of the Hugging Face hub, or a folder.
 
 Only config files, safetensors and DFlash's one vector are fetched, and what the configs name as code is left out: nothing of a
 draft is code that runs here (law 8). The hub's own environment variables hold: ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``,
@@ -11,24 +11,17 @@ import atexit
 import json
 import logging
 import re
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from draft_training.errors import CheckpointError
 from draft_training.files import MASK_EMBEDDING, configs_with_code
 from spec_plugin.api.errors import SpecConfigError
-from spec_plugin.api.events import TargetInfo
 from spec_plugin.plan.own_folders import disk, own_folder
 
 logger = logging.getLogger(__name__)
 
-#: the value of ``spec.draft`` that asks for the draft of the table
-KNOWN = "known"
-_TABLE = Path(__file__).with_name("known_drafts.json")
 _FILES = ("*.json", "*.safetensors", MASK_EMBEDDING)
 #: owner/name, and a branch, tag or commit
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
@@ -38,67 +31,11 @@ class DraftNotHereError(SpecConfigError):
     """A draft of the hub that is not on this machine, and was not to be fetched."""
 
 
-@dataclass(frozen=True)
-class KnownDraft:
-    """A public draft that vLLM loads, as of ``as_of``; nobody has run it here."""
-
-    target: str  # of the hub
-    draft: str  # of the hub
-    kind: str
-    layout: str  # of its files
-    licence: str
-    as_of: str  # date of the table
-    same_name: bool  # is the policy called like the target, or only of its shape
-
-    @property
-    def sentence(self) -> str:
-        """For a user who has not asked for it."""
-        of = f"for {self.target}" if self.same_name else f"for {self.target}, whose shape this policy has,"
-        return (
-            f"{of} there is a public draft: spec.draft={self.draft} ({self.kind} in {self.layout}' layout, licence: "
-            f"{self.licence}; table of {self.as_of}), which spec.draft={KNOWN} takes, too. It is served from the first step, and "
-            "trained along the run"
-        )
-
-
-def known_draft(target: TargetInfo) -> KnownDraft | None:
-    """The draft that the table has for a policy, by its name or else by its shape; None: none.
-
-    A policy of another size than the model that it is called like is not that model.
-    """
-    table = _table()
-    fitting = [row for row in table["drafts"] if _fits(row["shape"], target.hf_config)]
-    named = [row for row in fitting if _is_called(target.path, row["target"])]
-    for same_name, rows in ((True, named), (False, fitting)):
-        if rows:
-            row = {key: value for key, value in rows[0].items() if key != "shape"}
-            return KnownDraft(**row, as_of=table["as_of"], same_name=same_name)
-    return None
-
-
-@cache
-def _table() -> Mapping[str, Any]:
-    table: dict[str, Any] = json.loads(_TABLE.read_text())
-    return table
-
-
-def _fits(shape: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    return all(config.get(name) == value for name, value in shape.items())
-
-
-def _is_called(path: str, name: str) -> bool:
-    """Is this path that of a hub's model, as a name, in the hub's cache, or as somebody's folder of its last name."""
-    owner, _, last = name.lower().partition("/")
-    parts = Path(path.lower()).parts
-    return path.lower() == name.lower() or f"models--{owner}--{last}" in parts or parts[-1:] == (last,)
-
-
-def draft_folder(draft: str, target: TargetInfo, fetch: bool) -> str:
+def draft_folder(draft: str, fetch: bool) -> str:
     """The folder of a draft; one of the hub comes into the hub's own cache.
 
     Args:
-        draft: ``spec.draft``: a folder, ``owner/name`` or ``owner/name@revision`` of the hub, or ``known``.
-        target: the policy.
+        draft: ``spec.draft``: a folder, ``owner/name`` or ``owner/name@revision`` of the hub.
         fetch: what is not here.
 
     Returns:
@@ -106,7 +43,7 @@ def draft_folder(draft: str, target: TargetInfo, fetch: bool) -> str:
 
     Raises:
         DraftNotHereError: if it is not here and not to be fetched.
-        SpecConfigError: if the hub does not give it, it has no safetensors, or none is known for this policy.
+        SpecConfigError: if the hub does not give it, or it has no safetensors.
     """
     try:
         folder = Path(draft).expanduser()
@@ -114,15 +51,6 @@ def draft_folder(draft: str, target: TargetInfo, fetch: bool) -> str:
             return str(folder) if draft.startswith("~") else draft
     except (OSError, RuntimeError) as error:  # of a name that no path can be, or of a user who is not there
         raise SpecConfigError(f"spec.draft={draft!r} is no path: {error}") from error
-    if draft == KNOWN:
-        known = known_draft(target)
-        if known is None:
-            names = ", ".join(row["target"] for row in _table()["drafts"])
-            raise SpecConfigError(
-                f"spec.draft={KNOWN}: no public draft is known for the policy {target.path} (table of {_table()['as_of']}: "
-                f"{names}); name one as spec.draft=OWNER/NAME, or leave spec.draft out: a new one is trained along the run"
-            )
-        draft = known.draft
     name = _NAME.fullmatch(draft)
     return draft if name is None else _of_hub(draft, name["repo"], name["revision"], fetch)
 

@@ -363,14 +363,6 @@ MUTATIONS = (
         ("test_hub.py",),
     ),
     Mutation(
-        _HUB,
-        "known_draft",
-        '    fitting = [row for row in table["drafts"] if _fits(row["shape"], target.hf_config)]',
-        '    fitting = list(table["drafts"])',
-        "a draft of another model is named for a policy",
-        ("test_hub.py",),
-    ),
-    Mutation(
         _RULES,
         "",
         "MEASURED = 8",

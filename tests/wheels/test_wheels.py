@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: each distribution's folder, a file that it must have beside its modules, and the words that a command of it prints
 FOLDERS = {
-    "spec_plugin": (".", "spec_plugin/plan/known_drafts.json"),
+    "spec_plugin": (".", "spec_plugin/commands/report/page.html.j2"),
     "spec_plugin_testing": ("testing", "spec_plugin_conformance/targets/qwen3.py"),
     "spec_plugin_projection": ("projection", "spec_plugin_projection/command.py"),
 }

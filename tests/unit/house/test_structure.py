@@ -32,7 +32,7 @@ def test_every_room_has_a_row_and_says_for_itself_who_calls_it() -> None:
         assert f"| `spec_plugin/{room}/` |" in PAGE, room
         said = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
         sentences = re.split(r"[.;] ", said.replace("\n", " "))
-        assert (len(sentences) >= 3 and "Called by" in said) or "Called through" in said, f"{room}: {said}"
+        assert len(sentences) >= 3 and ("Called by" in said or "Called through" in said), f"{room}: {said}"
 
 
 def test_no_module_stands_outside_of_a_room_but_the_door() -> None:

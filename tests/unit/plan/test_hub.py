@@ -11,7 +11,6 @@ import huggingface_hub
 import pytest
 import torch
 from builders.frozen import HF
-from click.testing import CliRunner
 from huggingface_hub import constants, errors
 
 from draft_training import DraftTrainer, TrainSettings
@@ -20,7 +19,7 @@ from draft_training.eagle3 import save_draft
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.lifecycle.manager import built_in_method
-from spec_plugin.plan.hub import DraftNotHereError, draft_folder, known_draft
+from spec_plugin.plan.hub import DraftNotHereError, draft_folder
 
 TARGET = TargetInfo("m", HF, "float32", max_num_seqs=8)
 QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936}
@@ -59,16 +58,16 @@ def test_a_folder_is_a_folder_whatever_it_is_called(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     (tmp_path / "known").mkdir()
     for draft in ("owner/name", "known", str(tmp_path)):
-        assert draft_folder(draft, TARGET, fetch=True) == draft
+        assert draft_folder(draft, fetch=True) == draft
     for draft in ("/no/such/folder", "./no/such", "a/b/c", "draft"):
-        assert draft_folder(draft, TARGET, fetch=True) == draft, "its reader says that it is not there"
+        assert draft_folder(draft, fetch=True) == draft, "its reader says that it is not there"
 
 
 def test_a_draft_of_the_hub_is_taken_from_its_cache_at_the_revision_that_is_asked_for(hub):
     main, other = cached(hub, "owner/name", "main", "v2", model__safetensors=b"")
-    assert draft_folder("owner/name", TARGET, fetch=True) == str(main)
-    assert draft_folder("owner/name@v2", TARGET, fetch=True) == str(other)
-    assert draft_folder(f"owner/name@{other.name}", TARGET, fetch=False) == str(other)
+    assert draft_folder("owner/name", fetch=True) == str(main)
+    assert draft_folder("owner/name@v2", fetch=True) == str(other)
+    assert draft_folder(f"owner/name@{other.name}", fetch=False) == str(other)
 
 
 def test_law_8_what_the_configs_of_a_draft_name_as_code_is_left_out_and_the_draft_is_taken(hub):
@@ -80,33 +79,33 @@ def test_law_8_what_the_configs_of_a_draft_name_as_code_is_left_out_and_the_draf
         json.dumps({"auto_map": {"": "eagle3.Config"}, "hidden_size": 64, "text": {"auto_map": {"AutoModel": "x.Y"}}})
     )
     (folder / "config.json").symlink_to("../../blobs/1")
-    found = Path(draft_folder("owner/name", TARGET, fetch=True))
+    found = Path(draft_folder("owner/name", fetch=True))
     assert found != folder and json.loads((found / "config.json").read_text()) == {"hidden_size": 64, "text": {}}
     assert (found / "model.safetensors").read_bytes() == b"1" and (found / "notes.json").is_file()
-    assert draft_folder("owner/name", TARGET, fetch=False) == str(found), "one copy for a process"
+    assert draft_folder("owner/name", fetch=False) == str(found), "one copy for a process"
     assert "auto_map" in blob.read_text(), "the hub's cache is as it was"
 
 
 def test_a_home_folder_is_one(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "draft").mkdir()
-    assert draft_folder("~/draft", TARGET, fetch=True) == str(tmp_path / "draft")
+    assert draft_folder("~/draft", fetch=True) == str(tmp_path / "draft")
     with pytest.raises(SpecConfigError, match="is no path"):
-        draft_folder("~nobody-of-this-name/draft", TARGET, fetch=True)
+        draft_folder("~nobody-of-this-name/draft", fetch=True)
 
 
 def test_what_is_not_here_is_fetched_by_a_run_alone(hub):
     with pytest.raises(DraftNotHereError, match="owner/name is not in this machine's cache: the run fetches it"):
-        draft_folder("owner/name", TARGET, fetch=False)
+        draft_folder("owner/name", fetch=False)
     with pytest.raises(
         SpecConfigError, match=r"could it be fetched .*: run `hf download owner/name` where there is a network"
     ):
-        draft_folder("owner/name", TARGET, fetch=True)
+        draft_folder("owner/name", fetch=True)
     cached(hub, "owner/name", "main", config__json=b"{}")
     with pytest.raises(DraftNotHereError, match="is in this machine's cache only in part"):
-        draft_folder("owner/name", TARGET, fetch=False)
+        draft_folder("owner/name", fetch=False)
     with pytest.raises(SpecConfigError, match=r"has no \*\.safetensors: weights in other formats are not loaded"):
-        draft_folder("owner/name", TARGET, fetch=True)
+        draft_folder("owner/name", fetch=True)
 
 
 def test_nothing_but_configs_safetensors_and_a_masks_vector_is_asked_of_the_hub(monkeypatch, tmp_path):
@@ -115,7 +114,7 @@ def test_nothing_but_configs_safetensors_and_a_masks_vector_is_asked_of_the_hub(
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *names, **options: asked.update(options) or str(tmp_path)
     )
-    draft_folder("owner/name@main", TARGET, fetch=True)
+    draft_folder("owner/name@main", fetch=True)
     assert asked == {
         "revision": "main",
         "allow_patterns": ["*.json", "*.safetensors", "mask_embedding.pt"],
@@ -140,7 +139,7 @@ def test_what_the_hub_refuses_is_said_with_what_to_do(monkeypatch, error, says):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuses)
     with pytest.raises(SpecConfigError, match=says):
-        draft_folder("owner/name@v9", TARGET, fetch=True)
+        draft_folder("owner/name@v9", fetch=True)
 
 
 def test_a_draft_of_the_hub_starts_a_run_and_one_of_another_size_is_refused_with_both_numbers(hub):
@@ -157,62 +156,3 @@ def test_a_draft_of_the_hub_starts_a_run_and_one_of_another_size_is_refused_with
         SpecConfigError, match=r"(?s)cannot draft for this target.*64.*128|cannot draft for this target.*128.*64"
     ):
         built_in_method(spec, wide)
-
-
-@pytest.mark.parametrize(
-    ("path", "config", "draft", "same_name"),
-    [
-        ("Qwen/Qwen3-8B", QWEN3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", True),
-        ("/models/qwen3-8b", QWEN3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", True),
-        ("/hub/models--Qwen--Qwen3-8B/snapshots/1", QWEN3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", True),
-        ("/models/my-own", QWEN3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", False),
-        ("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B, "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", True),
-        ("Qwen/Qwen3-8B", QWEN3_8B | {"num_hidden_layers": 4}, None, False),
-        ("Qwen/Qwen3-8B", {}, None, False),
-    ],
-)
-def test_the_draft_that_is_known_for_a_policy(path, config, draft, same_name):
-    found = known_draft(policy(path, config))
-    assert (None if found is None else (found.draft, found.same_name)) == (
-        None if draft is None else (draft, same_name)
-    )
-    if found is not None:
-        assert f"spec.draft={draft}" in found.sentence and found.as_of in found.sentence
-
-
-def test_a_known_draft_is_taken_if_the_user_asks_for_it(hub):
-    (folder,) = cached(hub, "RedHatAI/Qwen3-8B-speculator.eagle3", "main", model__safetensors=b"")
-    assert draft_folder("known", policy("Qwen/Qwen3-8B", QWEN3_8B), fetch=True) == str(folder)
-    with pytest.raises(SpecConfigError, match=r"no public draft is known for the policy m \(table of .*Qwen/Qwen3-8B"):
-        draft_folder("known", TARGET, fetch=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "draft"),
-    [
-        ("Qwen/Qwen3-8B", QWEN3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3"),
-        ("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B, "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
-    ],
-)
-def test_check_names_a_known_draft_and_says_what_it_could_not_look_at(tmp_path, name, config, draft):
-    from spec_plugin.commands.cli import main
-
-    file = tmp_path / "config.json"
-    more = {
-        "architectures": ["Qwen3ForCausalLM" if "Qwen" in name else "LlamaForCausalLM"],
-        "max_position_embeddings": 40960,
-    }
-    heads = {
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 12288,
-        "head_dim": 128,
-        "rope_theta": 1e6,
-    }
-    file.write_text(json.dumps(config | more | heads))
-    arguments = ["check", "verl", "--model-config", str(file), "--", f"actor_rollout_ref.model.path={name}"]
-    spec = "actor_rollout_ref.rollout.custom.spec"
-    found = CliRunner().invoke(main, [*arguments, f"+{spec}.k=3"])
-    assert f"spec.draft={draft}" in " ".join(found.output.split()), found.output
-    found = CliRunner().invoke(main, [*arguments, f"+{spec}.draft=known"])
-    assert f"{draft} is not in this machine's cache: the run fetches it" in " ".join(found.output.split()), found.output
