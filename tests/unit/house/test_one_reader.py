@@ -28,7 +28,6 @@ OWN = {
     "spec_plugin/engine/vllm/offline.py: sample": "written by its own parent process",
     "spec_plugin/engine/vllm/offline.py: lines_of": "written by itself",
     "spec_plugin/engine/vllm/offline.py: main": "written by its own parent process",
-    "spec_plugin/plan/hub.py: _table": "of this package",
     "spec_plugin/plan/sources.py: source_of": "of an installed library",
     "draft_training/parsing.py: lazily": "of this package",
     "adapters/spec_plugin_openrlhf/checkpoints.py: latest": "written by the trainer's own process",
