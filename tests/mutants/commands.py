@@ -394,7 +394,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/methods/fit.py",
         "refuse_unfit",
-        ' and method.settings.get("draft_tensor_parallel_size") != 1',
+        " and not alone",
         "",
         "a draft that runs on one rank is refused for its heads",
         ("test_check_command.py",),
