@@ -234,5 +234,9 @@ flags = [name for action in openrlhf_options._parser()._actions for name in acti
     )
 )
 def test_any_flags_of_openrlhf_are_judged(given: list[str]) -> None:
-    found = judge_run("openrlhf", given, lambda name: Model(name, TARGET, "x"))
+    try:
+        found = judge_run("openrlhf", given, lambda name: Model(name, TARGET, "x"))
+    except SpecConfigError as error:  # a program in the place of flags is no run to judge
+        assert "what this program starts is not read" in str(error) and not given[0].startswith("-")
+        return
     assert all(str(objection) for objection in found.objections)
