@@ -18,6 +18,15 @@ if TYPE_CHECKING:  # `spec-plugin check` answers without torch, whose import alo
     from torch import Tensor
 
 
+#: sampling options by vLLM's names, and values of each that leave the distribution whole; the first is vLLM's default
+_WHOLE: Mapping[str, tuple[float, ...]] = {"top_p": (1.0,), "top_k": (-1, 0)}
+
+
+def truncating(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a rollout's sampling options that cut tokens off the policy's distribution, with their values."""
+    return {name: sampling[name] for name, whole in _WHOLE.items() if sampling.get(name, whole[0]) not in whole}
+
+
 @dataclass(frozen=True)
 class TargetInfo:
     """What the plugins may know of the target and of the engine that serves it."""
@@ -57,7 +66,7 @@ class TargetInfo:
     @property
     def truncated(self) -> bool:
         """Do the rollouts sample from a truncated distribution: then the engine's log-probs are not comparable to the actor's."""
-        return self.sampling.get("top_p", 1.0) != 1.0 or self.sampling.get("top_k", -1) not in (-1, 0)
+        return bool(truncating(self.sampling))
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,16 @@ def refuse_unfit(method: Method, config: SpecConfig, target: TargetInfo) -> None
             f"spec.sleep_level={config.sleep_level}: the engine would drop a draft that no refresh brings back (method "
             f"{method.name}): leave sleep_level out"
         )
+    _refuse_heads(method, target)
+
+
+def _refuse_heads(method: Method, target: TargetInfo) -> None:
+    """Of the draft, that tensor parallel ranks cannot share out; of the policy's own vLLM says so itself."""
     ranks, configs = target.tensor_parallel, (method.draft_config, target.hf_config)
     heads, policys = (text_part(config or {}).get("num_attention_heads") for config in configs)
-    shared_out = [isinstance(n, int) and ranks > 0 and not n % ranks for n in (heads, policys)]
-    alone = method.settings.get("draft_tensor_parallel_size") == 1
-    if isinstance(heads, int) and shared_out == [False, True] and not alone:
+    if not (isinstance(heads, int) and isinstance(policys, int) and ranks > 0):
+        return
+    if heads % ranks and not policys % ranks and method.settings.get("draft_tensor_parallel_size") != 1:
         raise CannotDraft(
             "attention heads of the draft that tensor parallel ranks cannot share out",
             f"vLLM would refuse to start: {ranks} tensor parallel ranks cannot share out the draft's {heads} attention heads",

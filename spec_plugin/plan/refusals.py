@@ -12,6 +12,7 @@ from draft_training import files
 from draft_training.errors import CheckpointError, DraftConfigError
 from draft_training.outside import ModelBasics, read
 from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.api.events import truncating
 
 OURS = "spec-plugin"
 
@@ -57,9 +58,7 @@ def truncated_in_loss(sampling: Mapping[str, Any], rollout_in_loss: str) -> Iter
         sampling: options of the rollouts, by vLLM's names.
         rollout_in_loss: the option by which rollout log-probs enter the loss; empty: they do not.
     """
-    whole = {"top_p": (1.0,), "top_k": (-1, 0)}
-    cut = {name: sampling[name] for name, values in whole.items() if sampling.get(name, values[0]) not in values}
-    if cut and rollout_in_loss:
+    if (cut := truncating(sampling)) and rollout_in_loss:
         yield Objection(
             ", ".join(cut),
             ", ".join(map(str, cut.values())),

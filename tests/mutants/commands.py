@@ -210,7 +210,7 @@ MUTATIONS = (
     Mutation(
         _RUN,
         "LoggedRun.expected",
-        "if value > 1.0 or step in self.trained",
+        "if value > 1.0 or step in trained",
         "if True",
         "training that nobody measured predicts an acceptance of 1",
         ("test_report_untrained.py",),
@@ -393,8 +393,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/methods/fit.py",
-        "refuse_unfit",
-        " and not alone",
+        "_refuse_heads",
+        ' and method.settings.get("draft_tensor_parallel_size") != 1',
         "",
         "a draft that runs on one rank is refused for its heads",
         ("test_check_command.py",),

@@ -87,7 +87,7 @@ def compare(run: LoggedRun, base: LoggedRun) -> Iterator[Comparison]:
     before it there is nothing to compare. Of generation an asynchronous run has only what training does not hide, a second or
     none: ratios of it say nothing.
     """
-    start = max(2, *run.drafted[:1], 2)
+    start = max([2, *run.drafted[:1]])
     for name in ["step_s"] if run.overlaps or base.overlaps else _COMPARED:
         theirs = base.series(name)
         ratios = {s: theirs[s] / v for s, v in run.series(name).items() if s >= start and v > 0 and s in theirs}

@@ -100,9 +100,10 @@ def _draft(run: LoggedRun) -> Iterator[RunFinding]:
     if run.series("spec/train_steps") and any(run.series("spec/train_ms").values()) and not run.trained:
         text = "draft training got time, and its optimizer made no optimizer step: a larger train_share gives it more"
         yield RunFinding("warn", text)
+    in_these = set(run.trained)
     for _, same in groupby(run.series("spec/draft_version").items(), itemgetter(1)):
         _, *later = [step for step, _ in same]
-        if len(trained := sorted(set(later).intersection(run.trained))) >= _STANDS_STILL:
+        if len(trained := sorted(in_these.intersection(later))) >= _STANDS_STILL:
             text = f"the draft was trained at {_steps(trained)}, but the engine kept serving one version"
             yield RunFinding("warn", text, trained[0])
 

@@ -151,11 +151,11 @@ class LoggedRun:
         """The draft's loss in the steps that trained it: of a slice without an optimizer step a 0 is logged."""
         return only(self.series("spec/draft_loss"), self.trained)
 
-    @property
+    @cached_property
     def expected(self) -> Series:
         """Acceptance length as predicted by training; 1 is also what is logged while nothing was measured."""
-        known = self.series("spec/expected_acceptance")
-        return {step: value for step, value in known.items() if value > 1.0 or step in self.trained}
+        known, trained = self.series("spec/expected_acceptance"), set(self.trained)
+        return {step: value for step, value in known.items() if value > 1.0 or step in trained}
 
     @cached_property
     def sums_so_far(self) -> tuple[Series, Series]:

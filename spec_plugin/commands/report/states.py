@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Literal
 
 from spec_plugin.api.speculation import Reason, Speculation
-from spec_plugin.commands.report.run import LoggedRun, before
+from spec_plugin.commands.report.run import LoggedRun, Series, before
 
 State = Literal["on", "dropped", "off", "failed"]
 _STATES: dict[float, State] = {Speculation.TRYING: "on", Speculation.SERVING: "on", Speculation.DROPPED: "dropped"}
@@ -35,13 +35,13 @@ class StateSpan:
 def spans_of(run: LoggedRun) -> list[StateSpan]:
     """The states of a run with the plugin, in order; none of a run without."""
     codes = [(s, state, run.steps[s].get("spec/reason", -1.0)) for s, state in run.series("spec/state").items()]
-    spans = []
+    spans, known = [], _tokens_per_forward(run)
     for (state, code), same in groupby(codes, itemgetter(1, 2)):
         steps = [step for step, *_ in same]
         reason = _REASONS.get(code)
         why = f"code {code:g}, which this version does not know" if reason is None else reason.meaning
         if reason in (Reason.BELOW_BREAK_EVEN, Reason.COST_UNKNOWN):
-            why += _per_forward_pass(run, steps[-1])
+            why += _at(known, steps[-1])
         elif state == Speculation.GIVEN_UP:
             why += "; it is not tried again in this run"
         name = None if reason is None else reason.name
@@ -49,15 +49,21 @@ def spans_of(run: LoggedRun) -> list[StateSpan]:
     return spans
 
 
-def _per_forward_pass(run: LoggedRun, step: int) -> str:
-    """The tokens that a step's draft was known to make, and from how many on drafting pays, in brackets; or nothing."""
-    measured = {s: made for s, made in run.series("spec/tokens_per_forward").items() if made > 1.0}
+def _tokens_per_forward(run: LoggedRun) -> dict[str, Series]:
+    """What drafts were known to make, and from how many tokens on drafting pays, each by the step behind which it was known."""
+    made = run.series("spec/tokens_per_forward")
     known = {
-        "measured": before(measured, step + 1),
-        "predicted by training": before(run.expected, step),
-        "by a look-up of earlier text": before(run.series("spec/shadow_tokens_per_forward"), step),
+        # of a step itself; the others are what was known before it
+        "measured": {step - 1: tokens for step, tokens in made.items() if tokens > 1.0},
+        "predicted by training": run.expected,
+        "by a look-up of earlier text": run.series("spec/shadow_tokens_per_forward"),
     }
-    for size, pays_from in run.family("spec/break_even_b").items():
-        known[f"needed at batch size {size}"] = before(pays_from, step)
-    parts = ", ".join(f"{tokens:.2f} {name}" for name, tokens in known.items() if tokens)
+    sizes = run.family("spec/break_even_b").items()
+    return known | {f"needed at batch size {size}": pays_from for size, pays_from in sizes}
+
+
+def _at(known: dict[str, Series], step: int) -> str:
+    """What was known at a step, in brackets; or nothing."""
+    values = {name: before(series, step) for name, series in known.items()}
+    parts = ", ".join(f"{tokens:.2f} {name}" for name, tokens in values.items() if tokens)
     return f" (tokens per forward pass: {parts})" if parts else ""

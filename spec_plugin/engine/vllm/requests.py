@@ -28,6 +28,10 @@ def stated_log_probs(answer: Any) -> list[float]:
 
 
 def of_length(tokens: int, as_it_grows: bool, options: Mapping[str, Any]) -> SamplingParams:
-    """Options of a request of exactly ``tokens`` tokens, answered once or, ``as_it_grows``, with all so far behind each step."""
+    """Options of a request of exactly ``tokens`` tokens, answered once or, ``as_it_grows``, with all so far behind each step.
+
+    What ``options`` say of a request's length and of how it is answered counts for nothing here.
+    """
     kind = RequestOutputKind.CUMULATIVE if as_it_grows else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=kind, **options)
+    own = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False, "output_kind": kind}
+    return SamplingParams(**{**options, **own})

@@ -252,3 +252,20 @@ def test_a_base_that_is_no_run_is_refused_with_the_names():
     with pytest.raises(ReportError, match="--base other: no run of this name; there are: verl-flag, verl-plain"):
         make_report([DATA / "verl-flag", DATA / "verl-plain"], "other")
     assert make_report([DATA / "verl-flag", DATA / "verl-plain"], "verl-flag").base == "verl-flag"
+
+
+def test_a_run_of_thousands_of_steps_is_gone_through_as_often_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all spans of a run are told from is put together once: a draft on and off for 5,000 steps once took minutes."""
+    asked: list[str] = []
+    series = LoggedRun.series
+    monkeypatch.setattr(LoggedRun, "series", lambda run, name: (asked.append(name), series(run, name))[1])
+    counts = []
+    for steps in (40, 4000):
+        codes = [as_metrics(Reason.PREDICTED_TO_PAY), as_metrics(Reason.BELOW_BREAK_EVEN)]
+        known = {"spec/train_ms": 1.0, "spec/train_steps": 1.0, "spec/expected_acceptance": 1.0}
+        run = LoggedRun("r", "verl", {s: {**codes[s % 2], **known, "spec/train_ms": float(s)} for s in range(1, steps)})
+        asked.clear()
+        assert len(spans_of(run)) == steps - 1
+        counts.append(len(asked))
+        assert run.expected is run.expected
+    assert counts[0] == counts[1]
