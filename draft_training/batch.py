@@ -91,7 +91,7 @@ class PackedBatch:
     last: Tensor  # [N, H]
     lengths: tuple[int, ...]  # tokens of each document, sum == N
     rows: Tensor  # [R] int64 teacher rows, ascending
-    run: Tensor  # [R] int64: sampled tokens in a row up to and including the teacher row, as far as anchors exist
+    max_depth: Tensor  # [R] int64: how many steps of the unroll have a valid anchor for the teacher row
     stop: Tensor  # [N] int64: last row of each row's document
     positions: Tensor  # [N] int64: of each token in its rollout
     embeds: Tensor | None = None  # [N, H] as of the documents, if all have them
@@ -101,7 +101,7 @@ class PackedBatch:
 
     def valid(self, steps: int) -> Tensor:
         """[steps, R] bool: does step j have an anchor for teacher row r."""
-        return self.run[None, :] > torch.arange(steps, device=self.run.device)[:, None]
+        return self.max_depth[None, :] > torch.arange(steps, device=self.max_depth.device)[:, None]
 
     def counts(self, steps: int) -> Tensor:
         """[steps] float64: valid positions of each step."""
@@ -151,7 +151,7 @@ def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> P
         last=torch.cat([d.last for d in documents]).to(device),
         lengths=lengths,
         rows=rows,
-        run=(row - cut)[rows],
+        max_depth=(row - cut)[rows],
         stop=stop,
         positions=row - start + offset,
         embeds=torch.cat(embeds).to(device) if len(embeds) == len(documents) else None,

@@ -81,11 +81,6 @@ class DraftConfig:
         return self.draft_vocab_size != self.vocab_size
 
     @property
-    def of_target(self) -> bool:
-        """False: it has a config.json of its own."""
-        return False
-
-    @property
     def parameters(self) -> int:
         """How many numbers the draft has of its own; its embedding, and an unpruned LM head, are the target's."""
         h, m = self.hidden_size, self.intermediate_size

@@ -23,20 +23,12 @@ class DraftShape(Protocol):
         """V, the target's."""
 
     @property
-    def draft_vocab_size(self) -> int:
-        """Rows of the head: V, or fewer where the vocabulary is pruned."""
-
-    @property
     def hidden_size(self) -> int:
         """H, the target's: width of ``last``, of the policy's embedding and of its head."""
 
     @property
     def pruned(self) -> bool:
         """Has it a smaller vocabulary, whose head follows the policy's rows."""
-
-    @property
-    def of_target(self) -> bool:
-        """Is it a layer that the target's checkpoint brings, so that ``to_hf`` is the target's config.json."""
 
     @property
     def parameters(self) -> int:

@@ -46,21 +46,6 @@ def _cpu_backward(
     return grads
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    out, lse, *rest = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-    return out, lse, tuple(rest[:6])  # borders of sequences and their lengths, the dropout's random state
-
-
-def _flash_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    *borders, seed, offset = rest
-    grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
-        g, q, k, v, out, lse, *borders, 0.0, True, seed, offset
-    )
-    return grads
-
-
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     out, lse, *rest = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
     return out, lse, tuple(rest)
@@ -75,20 +60,14 @@ def _efficient_backward(
 
 
 CPU = Kernel("flash attention for CPUs", _cpu_forward, _cpu_backward)
-FLASH = Kernel("flash attention", _flash_forward, _flash_backward)
 EFFICIENT = Kernel("memory-efficient attention", _efficient_forward, _efficient_backward)
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel | None:
-    """The kernel for such tensors, or None where torch has none."""
+    """The kernel for such tensors; None on a card for another dtype than float32, in which drafts are trained."""
     if device_type == "cpu":
         return CPU
-    if device_type != "cuda":
-        return None
-    if dtype in _HALF and head_dim % 8 == 0:
-        return FLASH
-    return EFFICIENT if dtype == torch.float32 and head_dim % 4 == 0 else None
+    return EFFICIENT if device_type == "cuda" and dtype == torch.float32 and head_dim % 4 == 0 else None
 
 
 class _Merged(torch.autograd.Function):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
@@ -139,54 +140,29 @@ class Eagle3Draft(nn.Module):
             hidden = normed if self.config.norm_output else hidden
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """[head_dim / 2] float32 inverse frequencies, equal to transformers' for each type in ``rope.ROPE_TYPES``."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
-    inverse = 1.0 / (rope.theta**exponents)
-    if rope.type == "linear":
-        return inverse / rope.factor
-    if rope.type == "default":
-        return inverse
-    if rope.type == "yarn":
-        return _yarn(rope, head_dim, device)
-    wavelength = 2 * math.pi / inverse
-    low_wavelength = rope.original_max_position_embeddings / rope.low_freq_factor
-    high_wavelength = rope.original_max_position_embeddings / rope.high_freq_factor
-    smooth = (rope.original_max_position_embeddings / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
+def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """transformers' inverse frequencies, [head_dim / 2] float32, and its factor of cosines and sines."""
+    if rope.type == "default":  # transformers 5 has no function for it
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
+        return 1.0 / (rope.theta**exponents), 1.0
+    parameters = {**(rope.scaling_to_hf() or {}), "rope_theta": rope.theta}
+    config = SimpleNamespace(
+        head_dim=head_dim,
+        hidden_size=head_dim,  # this and the heads: read in any case, and used where there is no head_dim
+        num_attention_heads=1,
+        rope_theta=rope.theta,  # this and the next two: of transformers 4, which divides the lengths to get yarn's factor
+        rope_scaling=parameters,
+        max_position_embeddings=rope.factor * rope.original_max_position_embeddings,
+        rope_parameters=parameters,  # this and the next: of transformers 5
+        standardize_rope_params=lambda: None,
     )
-    scaled = torch.where(wavelength > low_wavelength, inverse / rope.factor, inverse)
-    smoothed = (1 - smooth) * scaled / rope.factor + smooth * scaled
-    medium = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
-    return torch.where(medium, smoothed, scaled)
-
-
-def _yarn(rope: Rope, head_dim: int, device: torch.device | str) -> Tensor:
-    """YaRN (arXiv 2309.00071): slow dimensions interpolated, fast ones left as they are, a ramp between them."""
-    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    own, stretched = 1.0 / powers, 1.0 / (rope.factor * powers)
-
-    def dimension(rotations: float) -> float:
-        ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device=device) - low) / width).clamp(0, 1)
-    return stretched * ramp + own * (1 - ramp)
-
-
-def magnitude(rope: Rope) -> float:
-    """By which cosines and sines are multiplied."""
-    return 0.1 * math.log(rope.factor) + 1.0 if rope.type == "yarn" and rope.factor > 1 else 1.0
+    found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[rope.type](config, device)
+    return found
 
 
 def rotary(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [N, head_dim] of each position [N], computed in float32 (neox style: halves, not pairs)."""
-    angles = positions[:, None].to(torch.float32) * inverse_frequencies(rope, head_dim, positions.device)
+    inverse, factor = inverse_frequencies(rope, head_dim, positions.device)
+    angles = positions[:, None].to(torch.float32) * inverse
     angles = torch.cat([angles, angles], dim=-1)
-    by = magnitude(rope)
-    return (angles.cos() * by).to(dtype), (angles.sin() * by).to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

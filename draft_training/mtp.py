@@ -62,19 +62,9 @@ class MtpShape:
         return self.layer.vocab_size
 
     @property
-    def draft_vocab_size(self) -> int:
-        """V: the layer has no head of its own."""
-        return self.vocab_size
-
-    @property
     def pruned(self) -> bool:
-        """False: see ``draft_vocab_size``."""
+        """False: the layer has no head of its own."""
         return False
-
-    @property
-    def of_target(self) -> bool:
-        """True."""
-        return True
 
     @property
     def hidden_size(self) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_training.settings import TrainSettings
+
 #: Newton-Schulz coefficients of Muon: the steepest slope at zero for which five steps keep singular values within 0.7 to 1.2
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
@@ -82,23 +84,12 @@ class DraftOptimizer:
     The rows of a head and of an embedding are tokens and their gradients nearly sparse: these take AdamW, as is usual with Muon.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        *,
-        lr: float,
-        vector_lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainSettings) -> None:
         """Divide the parameters between the two.
 
         Args:
             parameters: name to parameter; matrices but for those whose rows are tokens go to Muon.
-            lr: Muon's.
-            vector_lr: AdamW's.
-            betas: AdamW's.
-            weight_decay: Muon's; what AdamW moves keeps its size.
+            settings: rates, betas and weight decay; what AdamW moves keeps its size.
         """
         self._parameters = dict(parameters)
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and not name.endswith(_OF_TOKENS)]
@@ -106,10 +97,10 @@ class DraftOptimizer:
         rest = [p for p in parameters.values() if id(p) not in chosen]
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
         if matrices:
-            self._parts.append((Muon(matrices, lr, weight_decay=weight_decay), lr))
+            self._parts.append((Muon(matrices, settings.lr, weight_decay=settings.weight_decay), settings.lr))
         if rest:
-            adam = torch.optim.AdamW(rest, lr=vector_lr, betas=betas, weight_decay=0.0)
-            self._parts.append((adam, vector_lr))
+            adam = torch.optim.AdamW(rest, lr=settings.vector_lr, betas=settings.betas, weight_decay=0.0)
+            self._parts.append((adam, settings.vector_lr))
 
     def zero_grad(self) -> None:
         """Set all gradients to None, which frees their memory between slices."""

@@ -136,8 +136,8 @@ class Rotary(Fields):
     low_freq_factor: Factor | None = None
     high_freq_factor: Factor | None = None
     original_max_position_embeddings: Positions | None = None
-    beta_fast: Factor | None = None
-    beta_slow: Factor | None = None
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
     truncate: Switch = True
 
 

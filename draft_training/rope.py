@@ -10,11 +10,12 @@ from typing import Any
 from draft_training.errors import DraftConfigError
 from draft_training.outside import TARGET, Layer, Rotary, is_size, read, short_repr, text_part
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_NUMBERS = {
+#: the scaling types that a draft may have, and the numbers of each as transformers and vLLM name them
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
 }
 #: of yarn, which transformers and vLLM's rotary embedding for Llama do not read alike
 _NOT_OF_YARN = (
@@ -69,17 +70,40 @@ def derived_length(hf: Mapping[str, Any]) -> tuple[str, int] | None:
     return field, int(bound * factor)
 
 
-def _fields(layer: Layer) -> dict[str, Any]:
+def _parameters(layer: Layer) -> dict[str, Any]:
     """A config.json's rope, as transformers reads it: ``rope_scaling`` where it is there, and then nothing of the other."""
     return dict(layer.rope_scaling or layer.rope_parameters or {})
 
 
+def _type(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _unsupported(layer: Layer, parameters: Mapping[str, Any], where: str) -> str | None:
+    """Why a draft cannot turn its positions so, and what to do; None if it can."""
+    kind = _type(parameters)
+    if not isinstance(kind, str) or kind not in _NUMBERS or any(isinstance(v, Mapping) for v in parameters.values()):
+        return (
+            f"the rope scaling {short_repr(dict(parameters))} of {where} is not supported; the draft knows "
+            f"{', '.join(_NUMBERS)}: use another method for this target"
+        )
+    if kind == "yarn" and (strange := [name for name in _NOT_OF_YARN if parameters.get(name) is not None]):
+        return (
+            f"the rope scaling of {where} sets {', '.join(strange)}, which transformers and vLLM do not read alike; take a "
+            "draft without"
+        )
+    partial = [parameters.get("partial_rotary_factor"), layer.partial_rotary_factor]
+    if turned := [share for share in partial if share not in (None, 1.0)]:
+        return f"partial_rotary_factor={short_repr(turned[0])} in {where} is not supported; use another method"
+    return None
+
+
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding, with the scaling types whose frequencies equal transformers' and vLLM's."""
+    """Rotary position embedding, with the scaling types whose frequencies vLLM and transformers compute alike."""
 
     theta: float = 10000.0
-    type: str = "default"  # one of ROPE_TYPES
+    type: str = "default"  # or linear, llama3, yarn
     factor: float = 1.0  # linear, llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -107,27 +131,23 @@ class Rope:
             where: the file, for the messages.
 
         Raises:
-            DraftConfigError: for a scaling type other than ROPE_TYPES, for partial rotation, and for missing or bad numbers.
+            DraftConfigError: for another scaling type, for partial rotation, and for missing or bad numbers.
         """
         layer = read(Layer, hf, where)
-        raw = _fields(layer)
-        kind = str(raw.get("rope_type", raw.get("type", "default")))
-        if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in raw.values()):
+        parameters = _parameters(layer)
+        if why := _unsupported(layer, parameters, where):
+            raise DraftConfigError(why)
+        scaling, kind = read(Rotary, parameters, f"the rope scaling of {where}"), _type(parameters)
+        numbers = {name: getattr(scaling, name) for name in _NUMBERS[kind]}
+        if missing := sorted(name for name, number in numbers.items() if number is None):
+            raise DraftConfigError(f"the rope scaling {kind!r} of {where} lacks {missing}; add them there")
+        rope = cls(scaling.rope_theta or layer.rope_theta or 10000.0, kind, **numbers)
+        if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
             raise DraftConfigError(
-                f"the rope scaling {short_repr(raw)} of {where} is not supported; the draft knows {', '.join(ROPE_TYPES)}: "
-                "use another method for this target"
+                f"low_freq_factor={rope.low_freq_factor} in {where} must be below high_freq_factor={rope.high_freq_factor}; "
+                "correct it there"
             )
-        if kind == "yarn" and (strange := [name for name in _NOT_OF_YARN if raw.get(name) is not None]):
-            raise DraftConfigError(
-                f"the rope scaling of {where} sets {', '.join(strange)}, which transformers and vLLM do not read alike; take a "
-                "draft without"
-            )
-        parsed = read(Rotary, raw, f"the rope scaling of {where}")
-        partial = next((p for p in (layer.partial_rotary_factor, parsed.partial_rotary_factor) if p is not None), 1.0)
-        if partial != 1.0:
-            raise DraftConfigError(f"partial_rotary_factor={partial} in {where} is not supported; use another method")
-        theta = parsed.rope_theta or layer.rope_theta or 10000.0
-        return cls(theta) if kind == "default" else cls._scaled(kind, theta, parsed, where)
+        return rope
 
     @classmethod
     def for_draft_of(cls, hf: Mapping[str, Any], where: str = TARGET, length: int = 0) -> Rope:
@@ -136,63 +156,30 @@ class Rope:
         Partial rotation, sections for images (mrope), a rope for each kind of layer: a draft has none of them. It is given the
         positions of the text, and learns with what it has.
 
-        Raises:
-            DraftConfigError: for missing or bad numbers of a kind that is known.
-
         Args:
             hf: of the target's config.json, the part for texts.
             where: the file, for the messages.
             length: tokens that it must reach, beside the target's ``max_position_embeddings``.
+
+        Raises:
+            DraftConfigError: for missing or bad numbers of a kind that is known.
         """
         layer = read(Layer, hf, where)
-        raw = _fields(layer)
-        kinds = [part for part in raw.values() if isinstance(part, Mapping)]
-        if kinds:  # one for each kind of attention: the draft attends to the whole text
-            raw = dict(raw.get("full_attention") or kinds[0])
-        kind = str(raw.get("rope_type", raw.get("type", "default")))
-        if not isinstance(raw.get("rope_type", raw.get("type", "")), str):
-            return cls.from_hf(hf, where)  # says what it is
-        plain = (
-            kind not in ROPE_TYPES or kinds or "partial_rotary_factor" in raw or layer.partial_rotary_factor is not None
-        )
-        strange = kind == "yarn" and any(raw.get(name) is not None for name in _NOT_OF_YARN)
+        parameters = _parameters(layer)
         # Llama 4: nothing lies between the two, where a draft's would be divided by their difference
-        level = kind == "llama3" and raw.get("low_freq_factor") == raw.get("high_freq_factor") is not None
-        if not plain and not strange and not level:
+        low, high = parameters.get("low_freq_factor"), parameters.get("high_freq_factor")
+        level = _type(parameters) == "llama3" and low is not None and low == high
+        if not isinstance(_type(parameters), str) or not (level or _unsupported(layer, parameters, where)):
             made = cls.from_hf(hf, where)
             return made if made.reach >= max(layer.max_position_embeddings, length) else cls(made.theta)
-        theta = read(Rotary, {"rope_theta": raw.get("rope_theta")}, f"the rope scaling of {where}").rope_theta
-        return cls(theta or layer.rope_theta or 10000.0)
-
-    @classmethod
-    def _scaled(cls, kind: str, theta: float, parsed: Rotary, where: str) -> Rope:
-        numbers = {name: getattr(parsed, name) for name in _NUMBERS[kind]}
-        if missing := sorted(name for name, number in numbers.items() if number is None):
-            raise DraftConfigError(f"the rope scaling {kind!r} of {where} lacks {missing}; add them there")
-        if kind == "yarn":
-            numbers |= {
-                "beta_fast": parsed.beta_fast or 32.0,
-                "beta_slow": parsed.beta_slow or 1.0,
-                "truncate": parsed.truncate,
-            }
-        rope = cls(theta=theta, type=kind, **numbers)
-        if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-            raise DraftConfigError(
-                f"low_freq_factor={rope.low_freq_factor} in {where} must be below high_freq_factor={rope.high_freq_factor}; "
-                "correct it there"
-            )
-        return rope
+        # where each kind of attention has a rope of its own, that of the one which reads the whole text, as the draft does
+        kinds = [part for part in parameters.values() if isinstance(part, Mapping)]
+        theta = (parameters.get("full_attention") or kinds[0] if kinds else parameters).get("rope_theta")
+        scaling = read(Rotary, {"rope_theta": theta}, f"the rope scaling of {where}")
+        return cls(scaling.rope_theta or layer.rope_theta or 10000.0)
 
     def scaling_to_hf(self) -> dict[str, Any] | None:
         """The scaling as transformers and vLLM read it, without theta; None for the default type."""
         if self.type == "default":
             return None
-        scaling: dict[str, Any] = {"rope_type": self.type, "factor": self.factor}
-        if self.type == "yarn":
-            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
-            scaling |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
-        if self.type == "llama3":
-            scaling["low_freq_factor"] = self.low_freq_factor
-            scaling["high_freq_factor"] = self.high_freq_factor
-            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
-        return scaling
+        return {"rope_type": self.type, **{name: getattr(self, name) for name in _NUMBERS[self.type]}}

@@ -35,18 +35,8 @@ class SmallLmShape:
         return self.model.vocab_size
 
     @property
-    def draft_vocab_size(self) -> int:
-        """V: a model of its own keeps its whole head."""
-        return self.vocab_size
-
-    @property
     def pruned(self) -> bool:
-        """False: see ``draft_vocab_size``."""
-        return False
-
-    @property
-    def of_target(self) -> bool:
-        """False: it has a config.json of its own."""
+        """False: a model of its own keeps its whole head."""
         return False
 
     @property

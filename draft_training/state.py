@@ -25,7 +25,7 @@ from draft_training.weights import read_tensors
 
 FORMAT = 1
 #: of a state what is no tensor
-_NUMBERS: Mapping[str, Any] = {"draft_version": int, "policy_version": int, "skipped": int, "newborn": bool}
+_NUMBERS = ("draft_version", "policy_version", "newborn")
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,11 @@ class TrainerState:
     """
 
     weights: Mapping[str, Tensor]  # of the draft, in the trainer's dtype
-    optimizer: Mapping[str, Tensor]  # as ``<kind>.<parameter>``
-    generator: Tensor  # [.] uint8, the random stream
+    #: the optimizer's as ``<kind>.<parameter>``, and the random stream as ``generator``, [.] uint8: they go to no engine
+    own: Mapping[str, Tensor]
     draft_version: int
     policy_version: int
-    skipped: int  # optimizer steps given up so far
     newborn: bool  # see ``TrainingSchedule``
-
-    def own_tensors(self) -> dict[str, Tensor]:
-        """Optimizer state and random stream: they go to ``trainer.safetensors``, and to no engine."""
-        return {**self.optimizer, "generator": self.generator}
-
-    def numbers(self) -> dict[str, Any]:
-        """What is no tensor, JSON-serialisable: a part of ``trainer.json``."""
-        return {name: getattr(self, name) for name in _NUMBERS}
-
-    @classmethod
-    def of(cls, numbers: Mapping[str, Any], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> TrainerState:
-        """Put together what ``numbers``, ``weights`` and ``own_tensors`` said."""
-        return cls(
-            weights=weights,
-            optimizer={name: tensor for name, tensor in own.items() if name != "generator"},
-            generator=own["generator"],
-            **{name: kind(numbers[name]) for name, kind in _NUMBERS.items()},
-        )
 
 
 def write_state(
@@ -80,17 +61,16 @@ def write_state(
         settings: with which it was trained, for whoever reads the file.
         extra: JSON-serialisable, handed back by ``read_state``.
     """
-    own = state.own_tensors()
     with replacing_folder(path) as folder:
         (folder / "draft").mkdir()
         weights = kind.write(folder / "draft", state.weights)
-        write_tensors(folder / "trainer.safetensors", own)
+        write_tensors(folder / "trainer.safetensors", state.own)
         about = {
             "format": FORMAT,
-            **state.numbers(),
+            **{name: getattr(state, name) for name in _NUMBERS},
             "settings": dict(settings),
             "draft_digest": weights,
-            "trainer_digest": fingerprint(own),
+            "trainer_digest": fingerprint(state.own),
             "extra": dict(extra),
         }
         write_json(folder / "trainer.json", about)
@@ -123,12 +103,12 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
     for what, tensors, key in (("draft", weights, "draft_digest"), ("trainer.safetensors", own, "trainer_digest")):
         if digest_like(about[key], tensors) != about[key]:
             raise CheckpointError(f"{folder}: the digest of {what} does not match trainer.json; the checkpoint is torn")
-    return TrainerState.of(about, weights, own), about["extra"]
+    return TrainerState(weights, own, **{name: about[name] for name in _NUMBERS}), about["extra"]
 
 
 def state_from_first(ranks: Ranks, state: TrainerState | None) -> TrainerState:
     """The first rank's state on every rank; it alone has one (collective)."""
-    numbers = ranks.object_from_first(state.numbers() if state else {})
+    numbers = ranks.object_from_first({name: getattr(state, name) for name in _NUMBERS} if state else {})
     weights = ranks.tensors_from_first(state.weights if state else None)
-    own = ranks.tensors_from_first(state.own_tensors() if state else None)
-    return TrainerState.of(numbers, weights, own)
+    own = ranks.tensors_from_first(state.own if state else None)
+    return TrainerState(weights, own, **numbers)

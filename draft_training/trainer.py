@@ -68,7 +68,6 @@ class DraftTrainer:
         self.schedule = TrainingSchedule(settings, newborn=tensors is None)
         self.draft_version = 0  # optimizer steps taken
         self.policy_version = -1  # of the last update_policy
-        self.skipped = 0  # steps given up so far
         self._ranks, self._dtype = Ranks(process_group, self.device), dtype
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
         self._embed: Tensor | None = None
@@ -85,17 +84,15 @@ class DraftTrainer:
                     self.install(tensors)
             self._ranks.overwrite_from_first(self.draft.state_dict().values())
             self._trained = {n: p for n, p in self.draft.named_parameters() if p.requires_grad}
-            self._optimizer = DraftOptimizer(
-                self._trained,
-                lr=settings.lr,
-                vector_lr=settings.vector_lr,
-                betas=settings.betas,
-                weight_decay=settings.weight_decay,
-            )
+            self._optimizer = DraftOptimizer(self._trained, settings)
         self._resident = Resident(self.device)
         self._offload = (
             HostOffload(
-                self.device, lambda: self._optimizer.state().values(), self._policy_in_slices, self._optimizer.momenta
+                self.device,
+                changing=lambda: self._optimizer.state().values(),
+                # of the policy's embedding some rows are enough, see ``Resident``
+                constant=lambda: () if self._lm_head is None else (self._lm_head,),
+                rounded=self._optimizer.momenta,
             )
             if settings.offload
             else None
@@ -106,11 +103,6 @@ class DraftTrainer:
     def ranks(self) -> int:
         """How many train this draft together."""
         return self._ranks.count
-
-    def _policy_in_slices(self) -> Iterator[Tensor]:
-        """The policy's tensors that slices need on the device: of its embedding some rows are enough, see ``Resident``."""
-        if self._lm_head is not None:
-            yield self._lm_head
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -179,14 +171,14 @@ class DraftTrainer:
         if not self.config.pruned or tuple(token_counts.shape) != (self.config.vocab_size,):
             raise DraftConfigError(
                 f"select_vocabulary needs a pruned draft and counts of shape [{self.config.vocab_size}], got "
-                f"{list(token_counts.shape)} for draft_vocab_size={self.config.draft_vocab_size}"
+                f"{list(token_counts.shape)} and pruned={self.config.pruned}"
             )
         with self._own_modes(), torch.no_grad():
             with self._ranks.all_or_none():
                 counts = token_counts.to(self.device, torch.float64, copy=True)
             self._ranks.add_up(counts)
             order = counts.argsort(descending=True, stable=True)
-            self.draft.set_vocabulary(order[: self.config.draft_vocab_size])
+            self.draft.set_vocabulary(order[: self.draft.d2t.numel()])
             if self._lm_head is not None:
                 self.draft.refresh_head(self._lm_head)
 
@@ -214,10 +206,10 @@ class DraftTrainer:
                 steps, skipped, tokens = steps + finite, skipped + (not finite), tokens + step_tokens
                 if finite:
                     total = total + stats.first(self.schedule.shallow)  # of all steps alike
-                self._measured(time.perf_counter() - step_began)
+                took, before = time.perf_counter() - step_began, self._step_seconds
+                self._step_seconds = took if before is None else (before + took) / 2
             if not steps + skipped and self._step_seconds is not None and seconds > 0:
                 self._step_seconds /= 2
-            self.skipped += skipped
             spent = time.perf_counter() - began
             return SliceReport.of(total, steps=steps, tokens=tokens, skipped=skipped, seconds=spent)
 
@@ -318,11 +310,9 @@ class DraftTrainer:
         """All that training goes on from; see there for how long its tensors stay what they are."""
         return TrainerState(
             weights=self.draft.state_dict(),
-            optimizer=self._optimizer.state(),
-            generator=self._generator.get_state(),
+            own={**self._optimizer.state(), "generator": self._generator.get_state()},
             draft_version=self.draft_version,
             policy_version=self.policy_version,
-            skipped=self.skipped,
             newborn=self.schedule.newborn,
         )
 
@@ -333,9 +323,9 @@ class DraftTrainer:
             DraftConfigError: if it is of another shape of draft; nothing has changed then.
         """
         self.install(state.weights)
-        self._generator.set_state(state.generator)
-        self._optimizer.restore(state.optimizer)
-        self.draft_version, self.policy_version, self.skipped = state.draft_version, state.policy_version, state.skipped
+        self._generator.set_state(state.own["generator"])
+        self._optimizer.restore(state.own)
+        self.draft_version, self.policy_version = state.draft_version, state.policy_version
         self.schedule.newborn = state.newborn
 
     def _step(self, sample: Callable[[], Sequence[Document | Part]]) -> tuple[bool, LossStats, int] | None:
@@ -413,10 +403,6 @@ class DraftTrainer:
 
     def _would_overrun(self, began: float, seconds: float) -> bool:
         return time.perf_counter() - began + (self._step_seconds or 0.0) > seconds or seconds <= 0
-
-    def _measured(self, seconds: float) -> None:
-        old = self._step_seconds
-        self._step_seconds = seconds if old is None else (old + seconds) / 2
 
     @contextmanager
     def _own_modes(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class Steered:
             given: the user brought the draft, which is then tried out where nothing is promised.
             method: what drafts; none: a draft that is trained.
         """
-        self._flag, self._method = flag, method or Method("bench", {}, ready=given)
+        self._flag, self._method = flag, method or Method("bench", {}, pretrained=given)
         self._controller = BreakEvenController()
         target = TargetInfo("", {}, dtype, max_num_seqs=max_num_seqs)
         self._controller.spec_configure(SpecConfig.parse({"k": k}), target, self._method)

@@ -32,6 +32,6 @@ def spec_method(config: SpecConfig, target: TargetInfo) -> Method | None:
             "num_speculative_tokens_per_batch_size": [(1, target.max_num_seqs, config.k)],
             "rejection_sample_method": config.rejection_sample_method,
         },
-        ready=True,  # may be served before anything was trained
-        ragged=True,  # proposes another number of tokens for each request, often none
+        pretrained=True,  # may be served before anything was trained
+        variable_length=True,  # proposes another number of tokens for each request, often none
     )

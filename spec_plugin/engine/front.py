@@ -102,7 +102,7 @@ class EngineFront:
         check_speculative_config(config, device_type=target.device_type)
         check_sampling(dict(target.sampling))
         check_engine_options(given)
-        check_states(target.hf_config, method.ragged, method.name)
+        check_states(target.hf_config, method.variable_length, method.name)
         if self.session.config.self_test and target.vocab_size is None:
             raise SpecConfigError(
                 f"{target.file} names no vocab_size, which the self-test needs: use the model's complete config.json"
@@ -342,7 +342,7 @@ class EngineFront:
             seconds=seconds,
             limit=PATIENCE * seconds,
             max_num_seqs=target.max_num_seqs,
-            whole=self.session.method.whole,
+            whole=self.session.method.all_or_nothing_k,
             adapter=await self._served_adapter(),
         )
         report = await run_self_test(self.engine, plan)

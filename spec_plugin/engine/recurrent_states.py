@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 TURNED_OFF = ("enable_prefix_caching", "async_scheduling")
 
 
-def check_states(hf: Mapping[str, Any], ragged: bool, method: str) -> None:
+def check_states(hf: Mapping[str, Any], variable_length: bool, method: str) -> None:
     """Refuse a method that drafts now and then for a target with states.
 
     Args:
         hf: the target's config.json.
-        ragged: may the method propose fewer than k tokens, or none.
+        variable_length: may the method propose fewer than k tokens, or none.
         method: its name, for the message.
 
     Raises:
         SpecConfigError: if it may propose none, and the target keeps recurrent states.
     """
-    if ragged and keeps_states(hf):
+    if variable_length and keeps_states(hf):
         raise SpecConfigError(
             f"spec.method={method} drafts at some steps of a request and not at others, and this target keeps recurrent "
             "states, which vLLM would then continue from the wrong token: set spec.method to one that drafts at every step"

@@ -466,4 +466,4 @@ def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginMana
             "spec_plugin.api.method.Method"
         )
     # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.recurrent_states
-    return replace(found, whole=True) if keeps_states(target.hf_config) else found
+    return replace(found, all_or_nothing_k=True) if keeps_states(target.hf_config) else found

@@ -48,7 +48,7 @@ class AutoMethod:
                     raise
                 passed.append(f"{name} cannot: {error}")
                 continue
-            if found is not None and (found.ready or (found.newborn and name != "mtp")):
+            if found is not None and (found.pretrained or (found.newborn and name != "mtp")):
                 return replace(found, why="; ".join([why, *passed]))
             passed.append(f"{name} cannot: the target's layer knows nothing yet")
         raise SpecConfigError("spec.method='auto': no method can draft for this target: " + "; ".join(passed))

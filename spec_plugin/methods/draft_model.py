@@ -43,7 +43,7 @@ class DraftModelMethod:
             model=lambda: starting_folder(draft, config.seed, target.dtype),
             harvest=(),
             draft=draft,
-            ready=config.draft is not None,
+            pretrained=config.draft is not None,
         )
 
 

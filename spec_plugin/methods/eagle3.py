@@ -112,5 +112,5 @@ class Eagle3Method:
             model=lambda: starting_folder(draft, config.seed, target.dtype),
             harvest=shape.aux_layers,
             draft=draft,
-            ready=config.draft is not None,
+            pretrained=config.draft is not None,
         )

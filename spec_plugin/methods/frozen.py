@@ -73,9 +73,15 @@ class FrozenMethod:
                 "draft's file unread and would draft with noise, since a frozen draft is never sent: set the engine's "
                 "load_format to auto, or VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
             )
-        whole = bool(settings.get("parallel_drafting"))
         folder = config.draft
-        return Method("frozen", settings, lambda: _verified_folder(folder), hf_config=hf, ready=True, whole=whole)
+        return Method(
+            "frozen",
+            settings,
+            lambda: _verified_folder(folder),
+            hf_config=hf,
+            pretrained=True,
+            all_or_nothing_k="parallel_drafting" in settings,
+        )
 
 
 def _verified_folder(draft: str) -> str:

@@ -53,7 +53,7 @@ class MtpMethod:
             settings=settings,
             harvest=(int(target.hf_config["num_hidden_layers"]),),
             draft=draft,
-            ready=draft.tensors is not None,
+            pretrained=draft.tensors is not None,
         )
 
     @staticmethod
@@ -65,7 +65,7 @@ class MtpMethod:
             )
         if missing := _lacks(target):
             raise SpecConfigError(f"spec.method='mtp' cannot draft for this target: {missing}; use another method")
-        return Method(name="mtp", settings=settings, hf_config=target.hf_config, ready=True)
+        return Method(name="mtp", settings=settings, hf_config=target.hf_config, pretrained=True)
 
     @staticmethod
     def _starting_draft(target: TargetInfo) -> StartingDraft:

@@ -35,4 +35,4 @@ class NgramMethod:
             "prompt_lookup_max": LONGEST,
             "prompt_lookup_min": SHORTEST,
         }
-        return Method("ngram", settings, ready=True, ragged=True)
+        return Method("ngram", settings, pretrained=True, variable_length=True)

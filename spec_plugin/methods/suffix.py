@@ -68,11 +68,10 @@ class SuffixMethod:
         return Method(
             "suffix",
             settings,
-            ready=True,
-            ragged=True,
-            proposer="spec_plugin.engine.vllm.suffix.proposer:prepare",
-            proposer_options={"most_tokens": config.memory_tokens},
+            pretrained=True,
+            variable_length=True,
             memory=self,
+            prompt_trees=config.memory_tokens,
         )
 
     def keep(self, rollouts: Iterable[Rollout]) -> None:

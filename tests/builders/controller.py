@@ -24,7 +24,7 @@ def controller(measured: dict[int, float] | None = None, /, **options: object) -
     options = {"k": K} | options
     config, target = SpecConfig.parse(options), TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS)
     draft = StartingDraft(None, {} if config.draft else None)  # type: ignore[arg-type]
-    out.spec_configure(config, target, Method("mine", {}, draft=draft, ready=config.draft is not None))
+    out.spec_configure(config, target, Method("mine", {}, draft=draft, pretrained=config.draft is not None))
     if measured is not None:
         out.spec_engine_ready(SelfTestReport((), 1.0, timed(measured)))
     return out

@@ -187,7 +187,7 @@ class Drafter:
 
     @hookimpl
     def spec_method(self) -> Method:
-        return Method("eagle3", {}, harvest=(), ready=True, memory=self.memory)
+        return Method("eagle3", {}, harvest=(), pretrained=True, memory=self.memory)
 
     @hookimpl
     def spec_draft_weights(self, event: Any) -> DraftRefresh:

@@ -229,7 +229,7 @@ def test_a_frozen_draft_of_any_kind_is_exact_and_obeys_the_table(
     method = method_of(target, method="frozen", draft=str(tmp_path), train=False)
     told = method.speculative_config() | {"draft_load_config": {"load_format": "dummy"}}
     llm = engine_with(target, dataclasses.replace(method, settings=told, model=lambda: None))
-    for k in (K, 0, K) if method.whole else (K, 1, 0, 2):
+    for k in (K, 0, K) if method.all_or_nothing_k else (K, 1, 0, 2):
         set_k(llm, k)
         steps(llm)
         said, drafts, _ = counted(llm)

@@ -96,7 +96,7 @@ def served_exactly(family: str, folder: Path) -> None:
     target = make_target(folder, family)
     reference = small.reference(target)
     method = method_engines.method_of(target, method="mtp", train=False)
-    assert method.ready and method.draft is None and method.harvest is None
+    assert method.pretrained and method.draft is None and method.harvest is None
     llm = method_engines.engine_with(target, method)
     for k in (method_engines.K, 0, 1):
         method_engines.set_k(llm, k)

@@ -13,7 +13,7 @@ _ROPE, _FIT, _DAMAGE = (
 MUTATIONS = (
     Mutation(
         _ROPE,
-        "_fields",
+        "_parameters",
         "layer.rope_scaling or layer.rope_parameters",
         "layer.rope_parameters or layer.rope_scaling",
         "a draft turns positions by another base than the policy, which was stretched by rope_scaling",

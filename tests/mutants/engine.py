@@ -149,7 +149,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/lifecycle/session.py",
         "method_of",
-        "replace(found, whole=True) if keeps_states(target.hf_config) else found",
+        "replace(found, all_or_nothing_k=True) if keeps_states(target.hf_config) else found",
         "found",
         "law 2: a target with states drafts fewer tokens than the engine was built for",
         ("test_states.py",),
@@ -407,7 +407,7 @@ MUTATIONS = (
     Mutation(
         _MIXIN,
         "SpecSchedulerMixin.update_from_output",
-        "if self.spec_steps.ragged:",
+        "if self.spec_steps.variable_length:",
         "if True:",
         "law 7: plain requests beside a draft model's are held against it",
         ("test_scheduler_mixin.py",),
@@ -495,7 +495,7 @@ MUTATIONS = (
     Mutation(
         _STEPS,
         "StepLog.begin",
-        "drafted = decoding * (k > 0) if self.ragged else sum(width > 0 for width in widths.values())",
+        "drafted = decoding * (k > 0) if self.variable_length else sum(width > 0 for width in widths.values())",
         "drafted = len(widths)",
         "law 7: what requests without drafts make is taken to be saved by drafts",
         ("test_steps.py",),
@@ -767,7 +767,7 @@ MUTATIONS = (
     Mutation(
         _STATES,
         "check_states",
-        "if ragged and keeps_states(hf):",
+        "if variable_length and keeps_states(hf):",
         "if False:",
         "law 2: a method that drafts now and then serves a target with states",
         ("test_states.py",),

@@ -861,8 +861,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/methods/eagle3.py",
         "Eagle3Method.spec_method",
-        "ready=config.draft is not None",
-        "ready=True",
+        "pretrained=config.draft is not None",
+        "pretrained=True",
         "law 7: a newborn draft, which knows nothing, is served from the first step",
         ("test_method_eagle3.py",),
     ),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _STATE, _CONFIG, _BATCH, _OPTIMIZER, _MODEL, _SCHEDULE = (
+_LOSS, _TRAINER, _BUFFER, _CHECKPOINT, _CONFIG, _BATCH, _OPTIMIZER, _MODEL, _SCHEDULE = (
     f"draft_training/{name}.py"
     for name in (
         "loss",
         "trainer",
         "buffer",
         "checkpoint",
-        "state",
         "config",
         "batch",
         "optimizer",
@@ -486,10 +485,10 @@ MUTATIONS = (
         ("test_draft_checkpoint.py",),
     ),
     Mutation(
-        _STATE,
-        "",
-        '"draft_version": int,',
-        '"draft_version": lambda number: number + 1,',
+        _TRAINER,
+        "DraftTrainer.state",
+        "draft_version=self.draft_version,",
+        "draft_version=self.draft_version + 1,",
         "a resumed run says another draft version than it saved",
         ("test_draft_checkpoint.py",),
     ),
@@ -552,8 +551,8 @@ MUTATIONS = (
     Mutation(
         "draft_training/rope.py",
         "Rope.for_draft_of",
-        "if not plain and not strange and not level:",
-        "if not plain and not strange:",
+        "(level or _unsupported(layer, parameters, where))",
+        "_unsupported(layer, parameters, where)",
         "Llama 4, whose two factors are equal, is refused as if its config.json were wrong",
         ("test_draft_config.py",),
     ),

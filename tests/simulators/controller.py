@@ -306,7 +306,7 @@ def _controller(truth: Truth, rng: np.random.Generator) -> BreakEvenController:
     controller.spec_configure(
         SpecConfig.parse({"k": truth.k}),
         target,
-        Method("simulated", {}, draft=draft, ready=not truth.trains, whole=truth.whole),
+        Method("simulated", {}, draft=draft, pretrained=not truth.trains, all_or_nothing_k=truth.whole),
     )
     sizes = sorted({1, 8, 32, min(truth.requests, CALIBRATED)})
     kinds = [(b, k, p) for b in sizes for k, p in ((0, True), (0, False), (1, False), (truth.k, False))]

@@ -147,7 +147,7 @@ class BreakEvenController:
             table = fit_sampler_memory(
                 chosen.table, self._target.vocab_size, in_chunks=self._in_chunks, ranks=self._target.tensor_parallel
             )
-            table = tuple(k * (k == self._config.k) for k in table) if self._method.whole else table
+            table = tuple(k * (k == self._config.k) for k in table) if self._method.all_or_nothing_k else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
         if chosen.table != self._plan.table and not self._asked_for:
             said = in_words(chosen.table)
@@ -196,7 +196,7 @@ class BreakEvenController:
             return plan.no_drafts(size, Reason.SERVE_NEVER)
         best = self._best()
         # a draft that knows something is tried at once, a new one when it has learnt something
-        ready, pays = self._method.ready, best.speculates
+        ready, pays = self._method.pretrained, best.speculates
         due = (self.states.due or (ready and not self.states.tried)) and (ready or self.acceptance_curve is not None)
         state = self.states.before(pays, due, best.reason)
         if state is Speculation.RESTING or state is Speculation.UNTRIED:
@@ -228,11 +228,11 @@ class BreakEvenController:
 
     @property
     def _try_k(self) -> int:
-        return self._config.k if self._method.whole else min(_TRY_K, self._config.k)
+        return self._config.k if self._method.all_or_nothing_k else min(_TRY_K, self._config.k)
 
     def _ks(self, most: int) -> Sequence[int]:
         """The k that the method can draft, 0 among them."""
-        return (0, most) if self._method.whole else range(most + 1)
+        return (0, most) if self._method.all_or_nothing_k else range(most + 1)
 
     @hookimpl
     def spec_head_start(self) -> float:

@@ -490,7 +490,7 @@ def test_a_look_up_is_judged_by_all_forward_passes_not_by_those_that_had_a_draft
     """What n-gram shows on reasoning text: 2.2 by vLLM's count, 1.03 tokens per forward."""
     c = BreakEvenController()
     target = TargetInfo(path="", hf_config={}, dtype="float32", max_num_seqs=SEQS)
-    c.spec_configure(SpecConfig.parse({"k": K}), target, Method("lookup", {}, ready=True, ragged=True))
+    c.spec_configure(SpecConfig.parse({"k": K}), target, Method("lookup", {}, pretrained=True, variable_length=True))
     c.spec_engine_ready(SelfTestReport((), 1.0, timed({8: 1.2})))
     assert on(c), "ready: tried before anything was trained"
     drafts, accepted = 250, 300

@@ -286,7 +286,7 @@ def test_saving_breaks_when_a_checkpoint_comes(tmp_path):
 
 def test_a_method_without_a_draft_is_not_asked_for_what_it_never_fires(tmp_path):
     tour = FaultTour(str(tmp_path))
-    tour.spec_configure(method=Method("looked up", {}, ready=True))
+    tour.spec_configure(method=Method("looked up", {}, pretrained=True))
     (begins,) = read_tour(tmp_path)
     assert set(TOUR) - set(begins["stops"]) == {"spec_refreshed", "spec_target_forward"}
     assert "spec_weight_sync was never reached, so no fault in it was tested" in judge.faults([begins])

@@ -5,6 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from draft_training.optimizer import DraftOptimizer, Muon, orthogonalised
+from draft_training.settings import TrainSettings
 
 SHAPES = [(8, 24), (24, 8), (16, 16)]
 
@@ -45,7 +46,7 @@ def test_an_orthogonalised_matrix_has_singular_values_near_one_whatever_its_scal
 
 
 def optimizer(parameters: dict[str, Parameter]) -> DraftOptimizer:
-    return DraftOptimizer(parameters, lr=0.1, vector_lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    return DraftOptimizer(parameters, TrainSettings(lr=0.1, vector_lr=0.01, betas=(0.9, 0.95), weight_decay=0.0))
 
 
 def parameters() -> dict[str, Parameter]:

@@ -12,7 +12,7 @@ import torch
 
 from draft_training import attention, fused_attention
 from draft_training.attention import explicit_column_attention, proven_kernel
-from draft_training.fused_attention import CPU, EFFICIENT, FLASH, fused_column_attention, kernel_for
+from draft_training.fused_attention import CPU, EFFICIENT, fused_column_attention, kernel_for
 
 HOST = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -97,10 +97,10 @@ def test_a_kernel_that_is_wrong_is_not_used_and_one_warning_says_so(
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "kernel"),
     [
-        ("cuda", torch.bfloat16, 128, FLASH),
         ("cuda", torch.float32, 128, EFFICIENT),
         ("cuda", torch.float64, 128, None),
-        ("cuda", torch.bfloat16, 90, None),
+        ("cuda", torch.float32, 90, None),
+        ("cuda", torch.bfloat16, 128, None),
         ("npu", torch.bfloat16, 128, None),
         ("meta", torch.float32, 128, None),
     ],
@@ -109,19 +109,18 @@ def test_which_kernel_serves(device: str, dtype: torch.dtype, head_dim: int, ker
     assert kernel_for(device, dtype, head_dim) is kernel
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [(FLASH, torch.bfloat16), (EFFICIENT, torch.float32)])
-def test_a_cards_kernels_take_and_return_what_is_expected(kernel: fused_attention.Kernel, dtype: torch.dtype) -> None:
+def test_a_cards_kernel_takes_and_returns_what_is_expected() -> None:
     """On tensors without memory, by torch's own rules of these operations: no card is needed for that, and no value is seen."""
 
     def leaf(heads: int) -> torch.Tensor:
-        return torch.empty(2, 37, heads, 64, dtype=dtype, device="meta").requires_grad_()
+        return torch.empty(2, 37, heads, 64, device="meta").requires_grad_()
 
     q, pairs = leaf(4), [(leaf(2), leaf(2)) for _ in range(3)]
-    out = fused_column_attention(kernel, q, pairs)
-    assert out.shape == q.shape and out.dtype == dtype
+    out = fused_column_attention(EFFICIENT, q, pairs)
+    assert out.shape == q.shape and out.dtype == q.dtype
     leaves = [q, *(t for pair in pairs for t in pair)]
     for leaf_, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
-        assert grad.shape == leaf_.shape and grad.dtype == dtype
+        assert grad.shape == leaf_.shape and grad.dtype == q.dtype
 
 
 def test_keys_and_values_are_kept_once_and_not_for_each_query_head() -> None:

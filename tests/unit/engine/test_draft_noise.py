@@ -65,7 +65,7 @@ class Speculation:
 def test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch(monkeypatch, drawn, v2, patched):
     applied = []
     monkeypatch.setattr(extension.patches, "apply_each", lambda group, skip: applied.extend(p.name for p in group))
-    for done_elsewhere in ("complete_target", "apply_cpu_patches", "prepare_proposer"):
+    for done_elsewhere in ("complete_target", "apply_cpu_patches"):
         monkeypatch.setattr(extension, done_elsewhere, lambda _: None)
     config = SimpleNamespace(
         speculative_config=Speculation(drawn),

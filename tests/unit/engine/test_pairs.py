@@ -94,8 +94,8 @@ def test_a_stretch_that_meets_other_steps_all_along_is_given_up():
 
 
 def test_the_median_of_a_stretch_counts_and_the_mean_where_drafts_are_ragged():
-    for ragged, expected in ((False, 2.0), (True, 2.75)):
-        pairs = PairedSteps(ragged)
+    for variable_length, expected in ((False, 2.0), (True, 2.75)):
+        pairs = PairedSteps(variable_length)
         pairs.follow(0.05)
         seconds = iter([2.0, 2.0, 2.0, 8.0, 2.0, 2.0, 2.0, 2.0, 2.0])
         before = False

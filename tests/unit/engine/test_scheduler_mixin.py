@@ -20,9 +20,9 @@ class Vllms:
 
     use_eagle, block_size = True, 16
 
-    def __init__(self, *, ragged: bool = False, hybrid: bool = False, caching: bool = False) -> None:
+    def __init__(self, *, variable_length: bool = False, hybrid: bool = False, caching: bool = False) -> None:
         self.vllm_config = SimpleNamespace(
-            additional_config={"spec_plugin": {"ragged": ragged}},
+            additional_config={"spec_plugin": {"variable_length": variable_length}},
             model_config=SimpleNamespace(is_hybrid=hybrid),
             cache_config=SimpleNamespace(enable_prefix_caching=caching),
         )
@@ -166,17 +166,17 @@ def test_the_batch_is_of_all_requests_of_a_step_drafted_or_not():
     assert noting.counted == [(4, 3)]
 
 
-@pytest.mark.parametrize("ragged", [True, False])
-def test_requests_without_a_draft_count_against_a_look_up_only(ragged):
+@pytest.mark.parametrize("variable_length", [True, False])
+def test_requests_without_a_draft_count_against_a_look_up_only(variable_length):
     """Where a model drafts for all, those without are plain because they must be."""
-    scheduler = Scheduler(ragged=ragged)
+    scheduler = Scheduler(variable_length=variable_length)
     noting = counted_by(scheduler)
     step(scheduler, 2, undrafted=2)
-    assert noting.counted == [(3, 3)] + [(3, 1), (3, 1)] * ragged
+    assert noting.counted == [(3, 3)] + [(3, 1), (3, 1)] * variable_length
 
 
 def test_until_a_table_is_set_nothing_is_dropped():
-    scheduler = Scheduler(ragged=True)
+    scheduler = Scheduler(variable_length=True)
     for _ in range(500):
         assert step(scheduler, 0, undrafted=1) == "outputs"
     assert scheduler.dynamic_sd_lookup == [0] + [K] * 8

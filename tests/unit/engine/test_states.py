@@ -59,4 +59,4 @@ def test_a_method_drafts_all_or_nothing_for_a_target_with_states() -> None:
             "policy", hf | {"head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 512}, "bfloat16"
         )
         config = SpecConfig.parse(None)
-        assert method_of(config, target, create_manager((), ())).whole == whole
+        assert method_of(config, target, create_manager((), ())).all_or_nothing_k == whole

@@ -90,14 +90,14 @@ def test_a_look_up_proposes_up_to_k_tokens_for_each_request_often_none():
         scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[100] * 3),
     )
     assert kind_of(some, K3) is None
-    assert kind_of(some, K3, ragged=True) == (3, 3, False)
+    assert kind_of(some, K3, variable_length=True) == (3, 3, False)
     chunk = output(num_scheduled_tokens={"r0": 4, "r1": 17})
-    assert kind_of(chunk, K3, ragged=True) is None
-    assert kind_of(output(2, 4), K3, ragged=True) is None
+    assert kind_of(chunk, K3, variable_length=True) is None
+    assert kind_of(output(2, 4), K3, variable_length=True) is None
 
 
 def test_uneven_steps_are_averaged_without_the_longest():
-    log = StepLog(ragged=True)
+    log = StepLog(variable_length=True)
     now = 0.0
     for seconds in (1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 100.0):
         log.begin(output(), K3, now)

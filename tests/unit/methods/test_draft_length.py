@@ -70,8 +70,8 @@ def test_a_draft_that_is_given_and_shorter_than_the_engine_is_refused(tmp_path: 
         for ask in (of_the_run, lambda t, **o: built_in_method(SpecConfig.parse(o), t)):
             with pytest.raises(SpecConfigError, match=r"texts of 64 tokens .*shorter than the engine's texts of"):
                 ask(target, **options)
-    assert of_the_run(info(TARGET, 64), **options).ready
-    assert of_the_run(info({**TARGET, "max_position_embeddings": 4096}, 64), **options).ready, (
+    assert of_the_run(info(TARGET, 64), **options).pretrained
+    assert of_the_run(info({**TARGET, "max_position_embeddings": 4096}, 64), **options).pretrained, (
         "the run's own texts count"
     )
 
@@ -92,7 +92,7 @@ MTP = {**TARGET, "architectures": ["GlmForCausalLM"], "num_nextn_predict_layers"
 def test_a_layer_of_the_target_is_as_long_as_its_own_file_says() -> None:
     """vLLM reads it from there, without the ``hf_overrides`` that stretch the policy."""
     asked = {"method": "mtp", "train": False}
-    assert of_the_run(info(MTP, 64), **asked).ready
+    assert of_the_run(info(MTP, 64), **asked).pretrained
     with pytest.raises(SpecConfigError, match=r"the target's own layer, .*texts of 64 tokens"):
         of_the_run(info(MTP, 128), **asked)
 
@@ -103,7 +103,7 @@ def test_a_draft_that_no_refresh_brings_back_is_not_dropped(tmp_path: Path) -> N
     for target, asked in ((info(TARGET), frozen), (info(MTP), {"method": "mtp", "train": False})):
         with pytest.raises(SpecConfigError, match=r"spec\.sleep_level=2: .*no refresh brings back"):
             of_the_run(target, **asked, sleep_level=2)
-        assert of_the_run(target, **asked).ready
+        assert of_the_run(target, **asked).pretrained
     for method in ("eagle3", "ngram", "suffix"):
         assert of_the_run(info(TARGET), method=method, sleep_level=2)
 

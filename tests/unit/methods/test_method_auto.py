@@ -66,7 +66,7 @@ def test_a_layer_that_the_target_brings_comes_first(tmp_path: Path) -> None:
     found = chosen(MIMO, with_layer(tmp_path))
     assert (
         found.name == "mtp"
-        and found.ready
+        and found.pretrained
         and found.why == "the target brings a layer for it, which knows something at once"
     )
 
@@ -85,7 +85,7 @@ def test_what_cannot_learn_is_looked_up(package: Any, there: bool, name: str) ->
     for options in ({}, {"train": False}):
         hf = UNKNOWN if options == {} else QWEN
         found = chosen(hf, **options)
-        assert found.name == name and found.ready and found.harvest is None
+        assert found.name == name and found.pretrained and found.harvest is None
         assert found.why.startswith("nothing to train")
 
 

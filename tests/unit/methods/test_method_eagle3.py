@@ -10,7 +10,7 @@ from spec_plugin.methods.eagle3 import Eagle3Method
 
 def test_law_7_a_newborn_draft_waits_until_it_was_trained():
     method = Eagle3Method().spec_method(SpecConfig(), TARGET)
-    assert method is not None and method.newborn and not method.ready
+    assert method is not None and method.newborn and not method.pretrained
     assert method.harvest == method.draft.config.aux_layers == (2, 4, 5)
 
 

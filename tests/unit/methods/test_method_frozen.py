@@ -43,9 +43,11 @@ def test_vllm_is_told_what_kind_it_is(tmp_path: Path, kind: str, named: bool) ->
     told = found.speculative_config()
     check_speculative_config(told, device_type="cpu")
     assert told["method"] == ("eagle3" if kind == "parallel" else kind) and told["model"] == str(tmp_path)
-    assert bool(told.get("parallel_drafting")) == found.whole == (kind == "parallel")
-    assert {k for _, _, k in told["num_speculative_tokens_per_batch_size"]} == ({4} if found.whole else {0, 1, 2, 3, 4})
-    assert found.ready and found.harvest is None and found.draft is None
+    assert bool(told.get("parallel_drafting")) == found.all_or_nothing_k == (kind == "parallel")
+    assert {k for _, _, k in told["num_speculative_tokens_per_batch_size"]} == (
+        {4} if found.all_or_nothing_k else {0, 1, 2, 3, 4}
+    )
+    assert found.pretrained and found.harvest is None and found.draft is None
 
 
 def test_layers_may_be_called_none_or_be_several(tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ def test_a_draft_whose_file_v2_would_leave_unread_is_refused(tmp_path: Path, kin
     if model_runner.loads_drafts_like_targets("dflash" if kind == "dflash" else "eagle3"):  # this vLLM
         with pytest.raises(SpecConfigError, match=r"leaves the draft's file unread.*load_format to auto"):
             method(folder, load_format="dummy")
-    assert method(folder).ready
+    assert method(folder).pretrained
 
 
 def test_what_is_trained_is_not_frozen(tmp_path: Path) -> None:
@@ -196,7 +198,9 @@ def test_what_is_no_draft_is_said_to_be_none(tmp_path: Path, broken: str) -> Non
 def test_a_draft_of_all_tokens_or_none_is_tried_with_all() -> None:
     controller = BreakEvenController()
     target = TargetInfo("m", HF, "float32", max_num_seqs=8)
-    controller.spec_configure(SpecConfig.parse({"k": 5}), target, Method("frozen", {}, ready=True, whole=True))
+    controller.spec_configure(
+        SpecConfig.parse({"k": 5}), target, Method("frozen", {}, pretrained=True, all_or_nothing_k=True)
+    )
     steps = [StepTiming(b, k, k == 0, t, 100) for b in (1, 4, 8) for k, t in ((0, 0.010), (5, 0.012))]
     controller.spec_engine_ready(SelfTestReport((), 1.0, tuple(steps)))
     assert controller.spec_schedule(0).table == (0,) + (5,) * 8

@@ -67,7 +67,9 @@ def test_the_checkpoints_own_layer_is_served_and_trained_on(tmp_path: Path, file
     found = method(tmp_path)
     check_speculative_config(found.speculative_config(), device_type="cpu")
     assert "model" not in found.speculative_config(), "vLLM takes the target's own"
-    assert found.ready and not found.newborn and found.harvest == (5,), "what enters the norm behind the fifth layer"
+    assert found.pretrained and not found.newborn and found.harvest == (5,), (
+        "what enters the norm behind the fifth layer"
+    )
     assert found.draft is not None and found.draft.tensors is not None
     assert found.draft.tensors.keys() == expected.keys()
     assert all(torch.equal(expected[n], t) for n, t in found.draft.tensors.items())
@@ -78,7 +80,7 @@ def test_the_checkpoints_own_layer_is_served_and_trained_on(tmp_path: Path, file
 def test_a_layer_that_is_not_there_is_born_where_the_trainer_sends_it(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     newborn = method(tmp_path, load_format="dummy")
-    assert newborn.newborn and not newborn.ready
+    assert newborn.newborn and not newborn.pretrained
     with pytest.raises(SpecConfigError, match=r"holds no tensors named model\.mtp_layers"):
         method(tmp_path)
 
@@ -107,7 +109,7 @@ def test_another_layer_than_config_json_says_is_refused(tmp_path: Path) -> None:
 def test_others_are_served_as_they_are() -> None:
     deepseek = {**HF, "architectures": ["DeepseekV3ForCausalLM"]}
     found = method(hf=deepseek, train=False)
-    assert found.ready and found.harvest is None and found.draft is None
+    assert found.pretrained and found.harvest is None and found.draft is None
     with pytest.raises(SpecConfigError, match="load_format to auto"):
         method(hf=deepseek, train=False, load_format="dummy")
 
@@ -133,10 +135,12 @@ def test_a_layer_that_others_have_dropped_is_missed_before_the_engine_starts(
             (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
     write(own, theirs)
-    assert method(tmp_path, hf, train=False).ready
+    assert method(tmp_path, hf, train=False).pretrained
     with pytest.raises(SpecConfigError, match=r"names no layer for multi-token prediction \(num_nextn_predict_layers"):
         method(tmp_path, {**hf, "num_nextn_predict_layers": 0}, train=False)
-    assert method(tmp_path, {**hf, "num_nextn_predict_layers": None, "mtp_num_hidden_layers": 1}, train=False).ready
+    assert method(
+        tmp_path, {**hf, "num_nextn_predict_layers": None, "mtp_num_hidden_layers": 1}, train=False
+    ).pretrained
     write(own)
     with pytest.raises(SpecConfigError, match=r"holds no tensors of an MTP layer \(named mtp, or layers\.5\)"):
         method(tmp_path, hf, train=False)

@@ -16,7 +16,7 @@ def test_it_trains_and_harvests_nothing_and_takes_any_target() -> None:
     method = built_in_method(SpecConfig.parse({"method": "ngram", "k": 3}), TARGET)
     assert method is not None
     assert method.draft is None and method.harvest is None
-    assert method.ready and method.ragged
+    assert method.pretrained and method.variable_length
     settings = method.speculative_config()
     assert "model" not in settings
     check_speculative_config(settings, device_type="cpu")

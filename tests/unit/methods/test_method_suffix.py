@@ -47,8 +47,14 @@ def plugin(**options: Any) -> SuffixMethod:
 def test_what_the_engine_is_told_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = method(monkeypatch, k=6, memory_tokens=2048)
     check_speculative_config(found.speculative_config(), device_type="cpu")
-    assert found.ready and found.ragged and found.memory is not None and found.harvest is None and found.draft is None
-    assert found.worker_settings()["proposer_options"] == {"most_tokens": 2048}
+    assert (
+        found.pretrained
+        and found.variable_length
+        and found.memory is not None
+        and found.harvest is None
+        and found.draft is None
+    )
+    assert found.worker_settings() == {"variable_length": True, "prompt_trees": 2048}
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +118,7 @@ def test_no_more_is_kept_than_asked() -> None:
 
 def test_what_drafting_would_have_accepted_is_what_the_controller_expects() -> None:
     controller = BreakEvenController()
-    controller.spec_configure(SpecConfig.parse({"method": "suffix"}), TARGET, Method("suffix", {}, ready=True))
+    controller.spec_configure(SpecConfig.parse({"method": "suffix"}), TARGET, Method("suffix", {}, pretrained=True))
     shadow = RolloutStats(0, 10, 400, 1.0, shadow_rounds=100, shadow_per_pos=(80, 60, 60))
     controller.spec_rollout_end(shadow)
     assert controller.acceptance_curve == (0.8, 0.75, 1.0, 0.0)
@@ -227,7 +233,7 @@ def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.
     from vllm.v1.spec_decode import suffix_decoding
 
     from spec_plugin.api.errors import PatchError
-    from spec_plugin.engine.vllm.suffix.proposer import prepare
+    from spec_plugin.engine.vllm.suffix.proposer import keep_trees
 
     class Another:
         def __init__(self, vllm_config: Any) -> None:
@@ -238,7 +244,7 @@ def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.
 
     monkeypatch.setattr(suffix_decoding, "SuffixDecodingProposer", Another)
     with pytest.raises(PatchError, match="does not fit this vLLM"):
-        prepare({})
+        keep_trees(2048)
 
 
 @needs_package

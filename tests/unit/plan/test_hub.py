@@ -150,7 +150,7 @@ def test_a_draft_of_the_hub_starts_a_run_and_one_of_another_size_is_refused_with
     save_draft(folder, config, trainer.engine_tensors(torch.float32))
     spec = SpecConfig.parse({"draft": "owner/name"})
     method = built_in_method(spec, TARGET)
-    assert method is not None and method.name == "eagle3" and method.ready and method.draft is not None
+    assert method is not None and method.name == "eagle3" and method.pretrained and method.draft is not None
     wide = replace(TARGET, hf_config=HF | {"hidden_size": 128, "head_dim": 64})
     with pytest.raises(
         SpecConfigError, match=r"(?s)cannot draft for this target.*64.*128|cannot draft for this target.*128.*64"

@@ -69,7 +69,7 @@ def test_a_draft_that_was_given_and_knows_nothing_begins_like_a_newborn_one(monk
     assert method is not None and method.draft is not None
     random = DraftTrainer(method.draft.config, TrainSettings(), device="cpu", seed=5).engine_tensors()
     p = DraftTraining()
-    given = dataclasses.replace(method, draft=dataclasses.replace(method.draft, tensors=random), ready=True)
+    given = dataclasses.replace(method, draft=dataclasses.replace(method.draft, tensors=random), pretrained=True)
     p.spec_configure(config, TARGET, given)
     for _ in p.spec_weight_sync(sync(0)):
         pass

@@ -96,7 +96,7 @@ class Memory:
 
     @hookimpl(tryfirst=True)
     def spec_method(self) -> Method:
-        return Method("eagle3", {}, ready=True, ragged=True, memory=self)
+        return Method("eagle3", {}, pretrained=True, variable_length=True, memory=self)
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
         self.heard += rollouts

@@ -41,8 +41,8 @@ class SpecSchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = own_settings(self.vllm_config)
-        self.spec_steps = StepLog(bool(settings.get("ragged")), self._spec_dropped)
-        self.spec_pairs = PairedSteps(bool(settings.get("ragged")))
+        self.spec_steps = StepLog(bool(settings.get("variable_length")), self._spec_dropped)
+        self.spec_pairs = PairedSteps(bool(settings.get("variable_length")))
         self.spec_cutoff = DraftCutoff([], ())  # until a table is set: never
         self.spec_preemption = PreemptWhereDraftsEnd() if self.vllm_config.model_config.is_hybrid else None
         #: did all workers pause their draft when last asked
@@ -102,7 +102,7 @@ class SpecSchedulerMixin:
         """vLLM's own; afterwards the draft may be dropped, and the engine may wait if nothing is left to run."""
         self._spec_batch = len(scheduler_output.num_scheduled_tokens)
         result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if self.spec_steps.ragged:
+        if self.spec_steps.variable_length:
             for _ in range(undrafted_beside_drafts(scheduler_output)):
                 self.spec_cutoff.emitted(self._spec_batch, 1)
         if self.spec_cutoff.due and self.spec_cutoff.drop():

@@ -32,9 +32,9 @@ _RANGE, _APART = 1 / 4, 1 / 16
 class PairedSteps:
     """Decides which steps of a phase are plain, and makes pairs of what was timed; knows nothing of vLLM."""
 
-    def __init__(self, ragged: bool = False) -> None:
-        """``ragged``: steps verify different numbers of tokens, so that their mean counts."""
-        self._middle = statistics.fmean if ragged else statistics.median
+    def __init__(self, variable_length: bool = False) -> None:
+        """``variable_length``: steps verify different numbers of tokens, so that their mean counts."""
+        self._middle = statistics.fmean if variable_length else statistics.median
         self._credit = STEPS + 1.0  # plain steps that may be taken; the first stretch is given
         self._found: list[StepPair] = []
         self.follow(0.0)

@@ -42,7 +42,7 @@ class _Open(NamedTuple):
     begun: float
     batch: int
     kind: Kind
-    drafted: int  # requests that have a draft, or of a ragged method might have one
+    drafted: int  # requests that have a draft, or of a variable-length method might have one
     context: float
 
 
@@ -73,11 +73,11 @@ class _Steps:
 class StepLog:
     """Durations of steps by kind, since the last ``take``."""
 
-    def __init__(self, ragged: bool = False, dropped: int = 0) -> None:
+    def __init__(self, variable_length: bool = False, dropped: int = 0) -> None:
         """Nothing noted.
 
         Args:
-            ragged: the method may propose fewer than k tokens for a request, or none.
+            variable_length: the method may propose fewer than k tokens for a request, or none.
             dropped: tokens of each hit in the prefix cache that vLLM has the request compute anew, for the draft's sake.
         """
         self._steps: dict[tuple[int, Kind], _Steps] = defaultdict(_Steps)  # by band and kind
@@ -89,7 +89,7 @@ class StepLog:
         self.past_end: list[int] = []  # drafted tokens accepted for which a response had no room, by position
         #: read in these steps, and those of them that the prefix cache had
         self.prompt_tokens = self.recomputed_tokens = 0
-        self.ragged = ragged
+        self.variable_length = variable_length
 
     def end(self, now: float) -> Timed | None:
         """The step that is open is over; it, if it is of a kind that is noted.
@@ -120,7 +120,7 @@ class StepLog:
             return  # nothing runs
         widths = _widths(output)
         batch = len(scheduled)
-        found = kind_of(output, table, paused, self.ragged, widths)
+        found = kind_of(output, table, paused, self.variable_length, widths)
         if found is not None:
             kind = Kind(*found[1:], True, False)
             drafted = batch * (kind.k > 0)
@@ -130,7 +130,7 @@ class StepLog:
             # what is verified was drafted in the step before, in the batch of then
             k = max(widths.values()) or (table[batch] if batch < len(table) else 0)
             kind = Kind(k, False, False, bool(output.scheduled_new_reqs) or decoding < batch)
-            drafted = decoding * (k > 0) if self.ragged else sum(width > 0 for width in widths.values())
+            drafted = decoding * (k > 0) if self.variable_length else sum(width > 0 for width in widths.values())
         self._open = _Open(now, batch, kind, drafted, context_of(output))
 
     def _read(self, output: Any, widths: Mapping[str, int]) -> None:
@@ -163,7 +163,7 @@ class StepLog:
         What is not in them is in ``busy_seconds``, ``past_end``, ``prompt_tokens`` and ``recomputed_tokens`` until the next
         call.
         """
-        found = [steps.timing(kind, self.ragged and kind.k > 0) for (_, kind), steps in self._steps.items()]
+        found = [steps.timing(kind, self.variable_length and kind.k > 0) for (_, kind), steps in self._steps.items()]
         self.busy_seconds, self._busy = self._busy, 0.0
         self.past_end = self._past_end
         self.prompt_tokens, self.recomputed_tokens = self._prompt_tokens, self._recomputed
@@ -182,7 +182,7 @@ def kind_of(
     output: Any,
     table: Sequence[int],
     paused: bool = True,
-    ragged: bool = False,
+    variable_length: bool = False,
     widths: Mapping[str, int] | None = None,
 ) -> tuple[int, int, bool] | None:
     """(batch size, k, paused) of a decoding step; None for one that mixes prefill or several k.
@@ -191,7 +191,7 @@ def kind_of(
         output: vLLM's ``SchedulerOutput``.
         table: see ``StepLog.begin``.
         paused: see there.
-        ragged: up to k tokens are proposed for each request, often none.
+        variable_length: up to k tokens are proposed for each request, often none.
         widths: drafted tokens of each request, where they are known already.
     """
     scheduled = output.num_scheduled_tokens
@@ -199,7 +199,7 @@ def kind_of(
         return None
     k = table[len(scheduled)]
     widths = _widths(output) if widths is None else widths
-    if any(n != widths[r] + 1 or (widths[r] > k if ragged else widths[r] != k) for r, n in scheduled.items()):
+    if any(n != widths[r] + 1 or (widths[r] > k if variable_length else widths[r] != k) for r, n in scheduled.items()):
         return None
     return len(scheduled), k, paused and not any(table)
 
