@@ -105,7 +105,7 @@ def column_attention(q: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def explicit_column_attention(q: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The same by explicit scores, of which those of at most QUERY_CHUNK queries exist at a time, in the backward pass too."""
+    """``column_attention`` by explicit scores: at most those of QUERY_CHUNK queries exist at a time, backwards as well."""
     batch, length, heads, dim = q.shape
     kv_heads = pairs[0][0].shape[2]
     q = q.view(batch, length, kv_heads, heads // kv_heads, dim).permute(0, 2, 1, 3, 4)  # [B, KV, S, G, D]

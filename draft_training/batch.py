@@ -125,13 +125,7 @@ def trainable_positions(loss_mask: Tensor) -> int:
 
 
 def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> PackedBatch:
-    """Pack documents, in order, on ``device``; the harvested dtype is kept.
-
-    Raises:
-        ValueError: if ``documents`` is empty.
-    """
-    if not documents:
-        raise ValueError("no documents to pack")
+    """Pack documents, of which there is one at least, in order, on ``device``; the harvested dtype is kept."""
     lengths = tuple(len(d) for d in documents)
     embeds = [d.embeds for d in documents if d.embeds is not None]
     mask = torch.cat([d.loss_mask.to(torch.bool) for d in documents]).to(device)

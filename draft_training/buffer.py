@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draft_training.batch import TENSORS, Document, trainable_positions
 from draft_training.parts import Part, stretch, teeth
@@ -29,12 +28,7 @@ class HiddenBuffer:
             max_tokens: most tokens held.
             max_bytes: most bytes held.
             seed: of the buffer's own random stream.
-
-        Raises:
-            ValueError: if a bound is not positive.
         """
-        if max_tokens < 1 or max_bytes < 1:
-            raise ValueError(f"max_tokens={max_tokens} and max_bytes={max_bytes} must be positive")
         self.max_tokens, self.max_bytes = max_tokens, max_bytes
         self._rng = random.Random(seed)
         self._documents: deque[Document] = deque()
@@ -64,16 +58,20 @@ class HiddenBuffer:
         if trainable_positions(document.loss_mask) == 0:
             return False
         if not owned:
-            if not (_finite(document.aux) and _finite(document.last)):
+            if not all(bool(torch.isfinite(states).all()) for states in (document.aux, document.last)):
                 return False
             with torch.inference_mode(False):  # a harvest under inference mode must still be usable in a backward pass
-                copies: dict[str, Any] = {name: _copy(getattr(document, name)) for name in TENSORS}
+                copies: dict[str, Any] = {
+                    name: getattr(document, name).detach().to("cpu", copy=True).contiguous() for name in TENSORS
+                }
                 document = replace(document, **copies)
         self._documents.append(document)
         self._tokens += len(document)
         self._bytes += document.nbytes
         while self._tokens > self.max_tokens or self._bytes > self.max_bytes:
-            self._evict()
+            gone = self._documents.popleft()
+            self._tokens -= len(gone)
+            self._bytes -= gone.nbytes
         return True
 
     def sample(self, tokens: int, replay_share: float) -> list[Part]:
@@ -89,9 +87,9 @@ class HiddenBuffer:
         newest = self.newest_policy_version
         fresh = [d for d in self._documents if d.policy_version == newest]
         older = [d for d in self._documents if d.policy_version != newest]
-        replayed = min(int(tokens * replay_share), _total(older))
+        replayed = min(int(tokens * replay_share), sum(map(len, older)))
         drawn = stretch(fresh, tokens - replayed, self._rng)
-        drawn += stretch(older, tokens - _total(drawn), self._rng)
+        drawn += stretch(older, tokens - sum(map(len, drawn)), self._rng)
         return drawn or self._anything(tokens)
 
     def _anything(self, tokens: int) -> list[Part]:
@@ -158,20 +156,3 @@ class HiddenBuffer:
         """Restore what ``state_dict`` returned."""
         version, numbers, gauss = state["rng"]
         self._rng.setstate((version, tuple(numbers), gauss))
-
-    def _evict(self) -> None:
-        gone = self._documents.popleft()
-        self._tokens -= len(gone)
-        self._bytes -= gone.nbytes
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
-
-
-def _total(documents: Sequence[Document | Part]) -> int:
-    return sum(len(d) for d in documents)

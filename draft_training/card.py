@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """On a card, float32 matrix products are rounded to TF32 in the block; the caller's own setting holds again after it.
+def own_modes(device: torch.device) -> Iterator[None]:
+    """Gradients on, inference mode and autocast off, whatever the caller is in, whose own modes hold again after the block.
 
-    The draft is a guess that the policy verifies: ten bits of mantissa are enough for it. Nothing changes on a CPU.
+    On a card float32 matrix products are rounded to TF32, too: the draft is a guess that the policy verifies, and ten bits of
+    mantissa are enough for it.
     """
-    if device.type != "cuda":
+    products = _rounded_products() if device.type == "cuda" else nullcontext()
+    autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast, products:
         yield
-        return
+
+
+@contextmanager
+def _rounded_products() -> Iterator[None]:
     switch = torch.backends.cuda.matmul
     name, fast = ("fp32_precision", "tf32") if hasattr(switch, "fp32_precision") else ("allow_tf32", True)
     before = getattr(switch, name)

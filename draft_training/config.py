@@ -97,7 +97,6 @@ class DraftConfig:
         *,
         draft_vocab_size: int | None = None,
         aux_layers: Sequence[int] | None = None,
-        intermediate_size: int | None = None,
         length: int | None = None,
         where: str = TARGET,
     ) -> DraftConfig:
@@ -112,7 +111,6 @@ class DraftConfig:
             hf_config: the target's config.json as a dict, whole or its part for texts.
             draft_vocab_size: size of a pruned vocabulary; None: the target's own.
             aux_layers: target layers whose input feeds the draft; None: see ``default_aux_layers``.
-            intermediate_size: of the draft's MLP; None: after the target's.
             length: tokens of the longest text that the engine serves; None: what the target's config.json says.
             where: the file of ``hf_config``, for the messages.
 
@@ -128,7 +126,7 @@ class DraftConfig:
                 vocab_size=target.vocab_size,
                 draft_vocab_size=draft_vocab_size or target.vocab_size,
                 hidden_size=target.hidden_size,
-                intermediate_size=intermediate_size or target.draft_mlp,
+                intermediate_size=target.draft_mlp,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,

@@ -41,9 +41,6 @@ class DraftShape(Protocol):
 class Draft(Protocol):
     """The module that is trained; its ``state_dict`` is what the engine is sent."""
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initialise from ``generator`` alone, whose numbers are drawn on the CPU: the same draft on every device."""
-
     def states(self, batch: PackedBatch, embed: Tensor, steps: int) -> Iterator[Tensor]:
         """For each step j [N, .]: what it predicts token t + 2 + j from at row t, fed with the tokens that were sampled."""
 
@@ -55,23 +52,14 @@ Shape = TypeVar("Shape", bound=DraftShape)
 
 
 class DraftKind(ABC, Generic[Shape]):
-    """How drafts of one shape are built, checked, written and read; ``kinds.kind_of`` finds it by the shape's type."""
+    """How drafts of one shape are built, checked and written; ``kinds.kind_of`` finds it by the shape's type."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
     @abstractmethod
     def build(self, device: torch.device | str, dtype: torch.dtype) -> Any:
-        """The module, a ``Draft``, its parameters uninitialised."""
-
-    @abstractmethod
-    def read(self, folder: Path) -> tuple[Shape, dict[str, Tensor]]:
-        """Shape and tensors of a folder that ``write`` wrote.
-
-        Raises:
-            DraftConfigError: if its tensors do not match its config.json.
-            CheckpointError: if a file is missing or torn.
-        """
+        """The module, a ``Draft``, whose parameters ``layers.initialise`` fills."""
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Compare names and shapes with those of the module.

@@ -27,10 +27,6 @@ class Eagle3Kind(DraftKind[DraftConfig]):
         """See ``DraftKind``."""
         return Eagle3Draft(self.shape, device=device, dtype=dtype)
 
-    def read(self, folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
-        """See ``load_draft``."""
-        return load_draft(folder)
-
 
 def save_draft(path: str | Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
     """Write a folder that vLLM serves with ``method: eagle3``: config.json and model.safetensors, all or nothing.

@@ -15,7 +15,7 @@ from draft_training.small_lm import SmallLmShape
 
 @singledispatch
 def kind_of(shape: object) -> DraftKind[Any]:
-    """What builds, checks, writes and reads drafts of this shape; a plugin adds its own by ``@kind_of.register(ItsShape)``.
+    """What builds, checks and writes drafts of this shape; a plugin adds its own by ``@kind_of.register(ItsShape)``.
 
     Raises:
         TypeError: for a shape of no kind.

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
 from draft_training.config import DraftConfig
-from draft_training.layers import MLP, Linear, RMSNorm, initialise
+from draft_training.layers import MLP, Linear, RMSNorm
 from draft_training.rope import Rope
 
 
@@ -53,7 +53,7 @@ class Eagle3Draft(nn.Module):
 
     Parameter names are those of vLLM's checkpoint: ``fc``, ``midlayer.*``, ``norm`` and, only with a pruned vocabulary,
     ``lm_head`` with the buffers ``d2t`` (int64 offsets: draft id i is target id ``i + d2t[i]``) and ``t2d`` (bool [V]).
-    Parameters are created uninitialised on ``device``; call ``reset_parameters``.
+    Parameters are created uninitialised on ``device``; call ``layers.initialise``.
     """
 
     d2t: Tensor
@@ -74,10 +74,6 @@ class Eagle3Draft(nn.Module):
             self.set_vocabulary(torch.arange(config.draft_vocab_size, device="cpu"))
         self.to(device=device, dtype=dtype)
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """See ``layers.initialise``."""
-        initialise(self, generator)
-
     def vocabulary(self) -> Tensor:
         """[draft_vocab_size] int64: the target id of each draft id (pruned drafts only)."""
         return torch.arange(self.d2t.numel(), device=self.d2t.device) + self.d2t
@@ -88,15 +84,8 @@ class Eagle3Draft(nn.Module):
 
         Args:
             target_ids: [draft_vocab_size] int64, distinct; stored in ascending order.
-
-        Raises:
-            ValueError: if the ids are not distinct, out of range, or of another number.
         """
-        ids = torch.unique(target_ids.to(self.d2t.device))  # sorted
-        if ids.numel() != self.config.draft_vocab_size or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
-            raise ValueError(
-                f"the draft vocabulary needs {self.config.draft_vocab_size} distinct token ids below {self.config.vocab_size}"
-            )
+        ids = target_ids.to(self.d2t.device).sort().values
         self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
         self.t2d.zero_()[ids] = True
 
@@ -111,7 +100,7 @@ class Eagle3Draft(nn.Module):
         return (self.lm_head.weight, self.vocabulary()) if self.config.pruned else (lm_head.detach(), None)
 
     def states(self, batch: PackedBatch, embed: Tensor, steps: int) -> Iterator[Tensor]:
-        """``unroll`` over a batch."""
+        """``unroll`` over the documents of a batch."""
         return self.unroll(batch.aux.detach(), batch.next_rows(steps), batch.lengths, batch.embedded(embed), steps)
 
     def unroll(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from draft_training.attention import Attention
 from draft_training.batch import PackedBatch
 from draft_training.draft import DraftKind
-from draft_training.files import places, read_json
-from draft_training.layers import MLP, Linear, RMSNorm, initialise
+from draft_training.files import places
+from draft_training.layers import MLP, Linear, RMSNorm
 from draft_training.model import rotary
 from draft_training.mtp import PREFIX, MtpShape
 from draft_training.rope import Rope
@@ -43,10 +43,6 @@ class MtpLayer(nn.Module):
         tensors = super().state_dict(*args, **kwargs)
         return {PREFIX + name: t for name, t in tensors.items()}
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """See ``layers.initialise``."""
-        initialise(self, generator)
-
     def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
         """The policy's LM head, [V, H], which the MTP layer shares."""
         return lm_head.detach(), None
@@ -74,13 +70,6 @@ class MtpKind(DraftKind[MtpShape]):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> MtpLayer:
         """See ``DraftKind``."""
         return MtpLayer(self.shape, device, dtype)
-
-    def read(self, folder: Path) -> tuple[MtpShape, dict[str, Tensor]]:
-        """See ``DraftKind``."""
-        shape = MtpShape.from_target(read_json(folder / "config.json"))
-        tensors = read_tensors(folder / "model.safetensors")
-        MtpKind(shape).check(tensors)
-        return shape, tensors
 
     def of_checkpoint(self, folder: Path) -> dict[str, Tensor] | None:
         """The layer that the target's own checkpoint holds, by its names there; None if it holds none.

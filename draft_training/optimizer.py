@@ -91,25 +91,25 @@ class DraftOptimizer:
             parameters: name to parameter; matrices but for those whose rows are tokens go to Muon.
             settings: rates, betas and weight decay; what AdamW moves keeps its size.
         """
-        self._parameters = dict(parameters)
-        matrices = [p for name, p in parameters.items() if p.ndim == 2 and not name.endswith(_OF_TOKENS)]
-        chosen = set(map(id, matrices))
-        rest = [p for p in parameters.values() if id(p) not in chosen]
-        self._parts: list[tuple[torch.optim.Optimizer, float]] = []
+        matrices = {n: p for n, p in parameters.items() if p.ndim == 2 and not n.endswith(_OF_TOKENS)}
+        rest = {n: p for n, p in parameters.items() if n not in matrices}
+        #: each optimizer with its full rate and its parameters by name
+        self._parts: list[tuple[torch.optim.Optimizer, float, dict[str, Tensor]]] = []
         if matrices:
-            self._parts.append((Muon(matrices, settings.lr, weight_decay=settings.weight_decay), settings.lr))
+            muon = Muon(matrices.values(), settings.lr, weight_decay=settings.weight_decay)
+            self._parts.append((muon, settings.lr, matrices))
         if rest:
-            adam = torch.optim.AdamW(rest, lr=settings.vector_lr, betas=settings.betas, weight_decay=0.0)
-            self._parts.append((adam, settings.vector_lr))
+            adam = torch.optim.AdamW(rest.values(), lr=settings.vector_lr, betas=settings.betas, weight_decay=0.0)
+            self._parts.append((adam, settings.vector_lr, rest))
 
     def zero_grad(self) -> None:
         """Set all gradients to None, which frees their memory between slices."""
-        for part, _ in self._parts:
+        for part, _, _ in self._parts:
             part.zero_grad(set_to_none=True)
 
     def step(self, factor: float) -> None:
         """One step at ``factor`` of the full rates."""
-        for part, lr in self._parts:
+        for part, lr, _ in self._parts:
             for group in part.param_groups:
                 group["lr"] = lr * factor
             part.step()
@@ -118,33 +118,28 @@ class DraftOptimizer:
         """Tensors of both optimizers, named ``<kind>.<parameter>``, for a checkpoint."""
         return {
             f"{kind}.{name}": value
-            for name, parameter in self._parameters.items()
-            for part, _ in self._parts
+            for part, _, own in self._parts
+            for name, parameter in own.items()
             for kind, value in part.state.get(parameter, {}).items()
         }
 
     def momenta(self) -> list[Tensor]:
         """Muon's, of which a card orthogonalises the bfloat16 anyway: they may rest in it between slices."""
-        return [state["momentum"] for part, _ in self._parts if isinstance(part, Muon) for state in part.state.values()]
+        return [
+            state["momentum"] for part, *_ in self._parts if isinstance(part, Muon) for state in part.state.values()
+        ]
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what ``state`` returned; other names are ignored."""
-        for part, _ in self._parts:
+        for part, _, own in self._parts:
             part.state.clear()
-        for name, parameter in self._parameters.items():
-            part = next(p for p, _ in self._parts if any(parameter is q for g in p.param_groups for q in g["params"]))
-            saved: dict[str, Any] = {
-                kind: tensors[f"{kind}.{name}"] for kind in _KINDS[type(part)] if f"{kind}.{name}" in tensors
-            }
-            if saved:
-                # AdamW's step counts on the host
-                part.state[parameter] = {
-                    kind: value.clone() if kind == "step" else value.to(parameter.device, parameter.dtype, copy=True)
-                    for kind, value in saved.items()
-                }
-
-
-_KINDS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    Muon: ("momentum",),
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-}
+            kinds = ("momentum",) if isinstance(part, Muon) else ("step", "exp_avg", "exp_avg_sq")
+            for name, parameter in own.items():
+                if saved := {kind: tensors[f"{kind}.{name}"] for kind in kinds if f"{kind}.{name}" in tensors}:
+                    # AdamW's step counts on the host
+                    part.state[parameter] = {
+                        kind: value.clone()
+                        if kind == "step"
+                        else value.to(parameter.device, parameter.dtype, copy=True)
+                        for kind, value in saved.items()
+                    }

@@ -131,7 +131,6 @@ class Rotary(Fields):
     """What ``rope_scaling`` and ``rope_parameters`` may hold, whatever the type."""
 
     rope_theta: Theta | None = None
-    partial_rotary_factor: Number | None = None
     factor: Factor | None = None
     low_freq_factor: Factor | None = None
     high_freq_factor: Factor | None = None

@@ -40,13 +40,8 @@ class Ranks:
         self._told: BaseException | None = None  # the last error that the other ranks know of
 
     @property
-    def alone(self) -> bool:
-        """True if there is no other rank, and no collective call is made."""
-        return self._group is None
-
-    @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
         return 1 if self._group is None else dist.get_world_size(self._group)
 
     @property

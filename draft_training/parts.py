@@ -30,7 +30,7 @@ class Part:
         return trainable_positions(self.document.loss_mask[self.start : self.stop])
 
     def cut(self, context: int = 0) -> Document:
-        """It alone; see ``Document.window``."""
+        """A document of these tokens alone, behind ``context`` tokens that teach nothing, see ``Document.window``."""
         whole = self.start == 0 and self.stop == len(self.document)
         return self.document if whole else self.document.window(self.start, self.stop, context)
 

@@ -17,13 +17,9 @@ class TrainingSchedule:
 
     def __init__(self, settings: TrainSettings, *, newborn: bool) -> None:
         self._settings = settings
-        self.newborn = newborn  # begins knowing nothing
+        self.newborn = newborn  # learns at the rates of a draft that begins knowing nothing
         self.scale = 1.0  # a further factor of the learning rates, for training that has an end
         self.shallow = min(settings.first_steps, settings.ttt_steps)  # unrolled in most steps
-
-    def restart(self) -> None:
-        """Learn at the rates of an untrained draft: what was given turned out to know nothing."""
-        self.newborn = True
 
     def unroll(self, step: int) -> int:
         """Steps of the training-time test at an optimizer step: few, and in every fourth as many as the engine drafts.

@@ -26,7 +26,7 @@ class SmallLmShape:
 
     @property
     def model(self) -> DenseModel:
-        """Its own sizes, as parsed."""
+        """The sizes of the draft itself, as its config.json says them."""
         return read(DenseModel, self.hf, DRAFT)
 
     @property
@@ -103,27 +103,22 @@ class SmallLmShape:
             DraftConfigError: if it does not fit.
         """
         sizes = read(ModelSizes, text_part(target), target_file)
-        _refuse_misfit(hf, sizes, where)
+        if (family := hf.get("model_type")) not in _IMPLEMENTED:
+            raise DraftConfigError(
+                f"model_type={short_repr(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
+            )
+        draft = read(DenseModel, hf, where)
+        if hf.get("quantization_config"):
+            raise DraftConfigError(
+                f"quantization_config in {where}: a quantized draft cannot be refreshed; take one in bfloat16"
+            )
+        if draft.vocab_size != sizes.vocab_size:
+            raise DraftConfigError(
+                f"the draft's vocab_size={draft.vocab_size} differs from the target's {sizes.vocab_size}: it needs the "
+                "target's tokenizer, so take a smaller model of the same family"
+            )
         return cls(sizes.hidden_size, own_fields(hf))
 
     def to_hf(self) -> dict[str, Any]:
         """config.json as transformers and vLLM read it, without a dtype."""
         return dict(self.hf)
-
-
-def _refuse_misfit(hf: Mapping[str, Any], target: ModelSizes, where: str = DRAFT) -> None:
-    family = hf.get("model_type")
-    if family not in _IMPLEMENTED:
-        raise DraftConfigError(
-            f"model_type={short_repr(family)} in {where} cannot be a small draft yet; dense {', '.join(_IMPLEMENTED)} can"
-        )
-    draft = read(DenseModel, hf, where)
-    if hf.get("quantization_config"):
-        raise DraftConfigError(
-            f"quantization_config in {where}: a quantized draft cannot be refreshed; take one in bfloat16"
-        )
-    if draft.vocab_size != target.vocab_size:
-        raise DraftConfigError(
-            f"the draft's vocab_size={draft.vocab_size} differs from the target's {target.vocab_size}: it needs the "
-            "target's tokenizer, so take a smaller model of the same family"
-        )

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_training.batch import PackedBatch
 from draft_training.draft import DraftKind
-from draft_training.files import own_fields, read_json
-from draft_training.layers import initialise
+from draft_training.files import read_json
 from draft_training.outside import TARGET
 from draft_training.small_lm import SmallLmShape
 from draft_training.weights import check_values, read_folder
@@ -25,7 +24,7 @@ from draft_training.weights import check_values, read_folder
 def _own_streams() -> Iterator[None]:
     """Leave torch's and Python's random streams, which are the trainer's, as they were.
 
-    transformers initialises a model from the one, though only ``reset_parameters`` counts here; and what it imports on the way
+    transformers initialises a model from the one, though only ``layers.initialise`` counts here; and what it imports on the way
     draws from the other.
     """
     state = random.getstate()
@@ -52,10 +51,6 @@ class SmallLm(nn.Module):
         tensors = self.lm.state_dict(*args, **kwargs)
         return {n: t for n, t in tensors.items() if not (self.config.tied and n == "lm_head.weight")}
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """See ``layers.initialise``."""
-        initialise(self.lm, generator)
-
     def head(self, lm_head: Tensor) -> tuple[Tensor, Tensor | None]:
         """The small model's own LM head, [V, h] with its own hidden size h."""
         weight: Tensor = self.lm.get_output_embeddings().weight
@@ -79,11 +74,6 @@ class SmallLmKind(DraftKind[SmallLmShape]):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> SmallLm:
         """See ``DraftKind``."""
         return SmallLm(self.shape, device, dtype)
-
-    def read(self, folder: Path) -> tuple[SmallLmShape, dict[str, Tensor]]:
-        """See ``DraftKind``."""
-        shape = SmallLmShape(self.shape.hidden_size, own_fields(read_json(folder / "config.json")))
-        return shape, SmallLmKind(shape).tensors_of(folder)
 
     def tensors_of(self, folder: Path) -> dict[str, Tensor]:
         """The model's tensors; a tied head that is named all the same, and frequencies of the rotary embedding, are left out.

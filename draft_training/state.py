@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from draft_training.checkpoint import (
 )
 from draft_training.draft import DraftKind
 from draft_training.errors import CheckpointError, DraftConfigError
-from draft_training.files import read_json
+from draft_training.files import own_fields, read_json
 from draft_training.parallel import Ranks
 from draft_training.weights import read_tensors
 
@@ -91,14 +92,15 @@ def read_state(path: str | Path, kind: DraftKind[Any]) -> tuple[TrainerState, di
             f"{folder} has format {about.get('format')!r}, this version reads {FORMAT}: "
             "resume with the version that wrote it, or without the draft's checkpoint"
         )
-    shape, weights = kind.read(folder / "draft")
-    if shape != kind.shape:
-        ours, saved = vars(kind.shape), vars(shape)
-        other = {k: (saved[k], ours[k]) for k in ours if saved[k] != ours[k]}
+    saved = own_fields(read_json(folder / "draft" / "config.json"))
+    ours = json.loads(json.dumps(own_fields(kind.shape.to_hf())))  # as it was written
+    if other := {name: (saved.get(name), value) for name, value in ours.items() if saved.get(name) != value}:
         raise DraftConfigError(
             f"the draft saved in {folder} differs from this run's in (saved, this run's) {other}; "
             "set the options as they were when it was saved, or resume from another folder"
         )
+    weights = read_tensors(folder / "draft" / "model.safetensors")
+    kind.check(weights)
     own = read_tensors(folder / "trainer.safetensors")
     for what, tensors, key in (("draft", weights, "draft_digest"), ("trainer.safetensors", own, "trainer_digest")):
         if digest_like(about[key], tensors) != about[key]:

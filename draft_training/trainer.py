@@ -15,10 +15,11 @@ from torch import Tensor
 
 from draft_training.batch import Document, PackedBatch, pack, portions
 from draft_training.buffer import HiddenBuffer
-from draft_training.card import HostOffload, Resident, fast_products, host_memory
+from draft_training.card import HostOffload, Resident, host_memory, own_modes
 from draft_training.draft import DraftShape
 from draft_training.errors import DraftConfigError
 from draft_training.kinds import kind_of
+from draft_training.layers import initialise
 from draft_training.loss import LossStats, replay_stats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
 from draft_training.parallel import Ranks
@@ -27,8 +28,6 @@ from draft_training.report import SliceReport
 from draft_training.schedule import TrainingSchedule
 from draft_training.settings import TrainSettings
 from draft_training.state import TrainerState, read_state, state_from_first, write_state
-
-POLICY_TENSORS_MISSING = "the policy's embedding and LM head are not known yet: call update_policy first"
 
 
 class DraftTrainer:
@@ -73,11 +72,11 @@ class DraftTrainer:
         self._embed: Tensor | None = None
         self._lm_head: Tensor | None = None
         self._step_seconds: float | None = None
-        with self._own_modes():
+        with own_modes(self.device):
             with self._ranks.all_or_none():
                 self.kind = kind_of(config)
                 self.draft = self.kind.build(self.device, dtype)
-                self.draft.reset_parameters(self._generator)
+                initialise(self.draft, self._generator)
                 if config.pruned:
                     self.draft.lm_head.weight.requires_grad_(False)
                 if tensors is not None:
@@ -101,7 +100,7 @@ class DraftTrainer:
 
     @property
     def ranks(self) -> int:
-        """How many train this draft together."""
+        """Number of ranks that train this draft together."""
         return self._ranks.count
 
     @contextmanager
@@ -110,7 +109,7 @@ class DraftTrainer:
 
         What fails in the block on one rank is raised on all of them.
         """
-        with self._own_modes(), self._ranks.all_or_none():
+        with own_modes(self.device), self._ranks.all_or_none():
             outermost = self._working == 0
             with self._offload.on_device() if self._offload and outermost else nullcontext():
                 self._working += 1
@@ -146,7 +145,7 @@ class DraftTrainer:
                 raise DraftConfigError(
                     f"the policy's {name} has shape {list(tensor.shape)}, the draft expects {list(shape)}"
                 )
-        with self._own_modes(), torch.no_grad():
+        with own_modes(self.device), torch.no_grad():
             tied = lm_head.data_ptr() == embed.data_ptr()
             old = self._lm_head if self._lm_head is not self._embed else None
             self._lm_head = self._copied(lm_head, old)
@@ -164,16 +163,8 @@ class DraftTrainer:
 
         Args:
             token_counts: [V] how often each token occurred; added over the ranks.
-
-        Raises:
-            DraftConfigError: if the draft has the full vocabulary, or the shape is not [V].
         """
-        if not self.config.pruned or tuple(token_counts.shape) != (self.config.vocab_size,):
-            raise DraftConfigError(
-                f"select_vocabulary needs a pruned draft and counts of shape [{self.config.vocab_size}], got "
-                f"{list(token_counts.shape)} and pruned={self.config.pruned}"
-            )
-        with self._own_modes(), torch.no_grad():
+        with own_modes(self.device), torch.no_grad():
             with self._ranks.all_or_none():
                 counts = token_counts.to(self.device, torch.float64, copy=True)
             self._ranks.add_up(counts)
@@ -303,7 +294,7 @@ class DraftTrainer:
 
     def follow_first(self) -> None:
         """Go on with the first rank's draft, optimizer, versions and random stream: ranks may have parted (collective)."""
-        if not self._ranks.alone:
+        if self._ranks.count > 1:
             self.restore(state_from_first(self._ranks, self.state() if self._ranks.first else None))
 
     def state(self) -> TrainerState:
@@ -398,15 +389,8 @@ class DraftTrainer:
 
     def _policy(self) -> tuple[Tensor, Tensor]:
         if self._embed is None or self._lm_head is None:
-            raise RuntimeError(POLICY_TENSORS_MISSING)
+            raise RuntimeError("the policy's embedding and LM head are not known yet: call update_policy first")
         return self._embed, self._lm_head
 
     def _would_overrun(self, began: float, seconds: float) -> bool:
         return time.perf_counter() - began + (self._step_seconds or 0.0) > seconds or seconds <= 0
-
-    @contextmanager
-    def _own_modes(self) -> Iterator[None]:
-        """Gradients on, inference mode and autocast off, whatever the caller is in; all restored afterwards."""
-        autocast = torch.autocast(self.device.type, enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), autocast, fast_products(self.device):
-            yield

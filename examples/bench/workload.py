@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,8 @@ def newborn_draft(target: Path, dtype: str, width: int | None = None) -> Path:
     out = CACHE / f"newborn-{digest_of(target, {'dtype': dtype, 'width': width})}"
     if not out.exists():
         hf = json.loads((target / "config.json").read_text())
-        config = DraftConfig.from_target(hf, intermediate_size=width)
+        config = DraftConfig.from_target(hf)
+        config = replace(config, intermediate_size=width or config.intermediate_size)
         trainer = DraftTrainer(config, TrainSettings(), device="cpu", seed=0)
         save_draft(out, config, trainer.engine_tensors(getattr(torch, dtype)))
     return out

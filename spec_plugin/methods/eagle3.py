@@ -58,24 +58,6 @@ def _given_draft(config: SpecConfig, folder: str, target: TargetInfo) -> tuple[D
     return draft_config, tensors
 
 
-def unloadable(draft: DraftConfig, load_format: str, device_type: str) -> str | None:
-    """Why the installed vLLM would not serve this draft's own head, and what to set; None if it would.
-
-    Args:
-        draft: that the run starts from.
-        load_format: of the engine.
-        device_type: of the engine.
-    """
-    if not draft.pruned or not leaves_a_draft_unread(load_format, METHODS["eagle3"], device_type):
-        return None
-    return (
-        f"a draft with a pruned vocabulary ({draft.draft_vocab_size} of {draft.vocab_size} tokens) under "
-        f"load_format={load_format}: the installed vLLM's V2 model runner then leaves the draft's file unread and takes the "
-        "target's head for the draft's own, so every refresh would be refused: set the engine's load_format to auto, or "
-        "VLLM_USE_V2_MODEL_RUNNER=0 in its environment, or leave draft_vocab_size out"
-    )
-
-
 class Eagle3Method:
     """EAGLE-3 (arXiv 2503.01840): one layer drafts from the target's hidden states, trained along the run."""
 
@@ -99,8 +81,14 @@ class Eagle3Method:
                 return None  # one that cannot be trained may still be served as it is
             raise
         draft = StartingDraft(shape, tensors)
-        if found := unloadable(shape, target.load_format, target.device_type):
-            raise SpecConfigError(f"{found}: {INSTEAD}")
+        if shape.pruned and leaves_a_draft_unread(target.load_format, METHODS["eagle3"], target.device_type):
+            raise SpecConfigError(
+                f"a draft with a pruned vocabulary ({shape.draft_vocab_size} of {shape.vocab_size} tokens) under "
+                f"load_format={target.load_format}: the installed vLLM's V2 model runner then leaves the draft's file unread and "
+                "takes the target's head for the draft's own, so every refresh would be refused: set the engine's load_format to "
+                "auto, or VLLM_USE_V2_MODEL_RUNNER=0 in its environment, or leave draft_vocab_size out: "
+                f"{INSTEAD}"
+            )
         return Method(
             name=config.method,
             settings={

@@ -60,7 +60,7 @@ class FrozenMethod:
             )
         settings: dict[str, Any] = {
             "method": kind,
-            **common_settings(config, target, whole=parallel and kind != "dflash"),
+            **common_settings(config, target, all_or_nothing_k=parallel and kind != "dflash"),
             "draft_sample_method": config.draft_sample_method,
         }
         if kind != "draft_model":

@@ -13,15 +13,15 @@ from spec_plugin.plan.sources import source_of
 _KEEPS = "disable_eagle_block_drop"
 
 
-def common_settings(config: SpecConfig, target: TargetInfo, whole: bool = False) -> dict[str, Any]:
+def common_settings(config: SpecConfig, target: TargetInfo, all_or_nothing_k: bool = False) -> dict[str, Any]:
     """The part of vLLM's ``speculative_config`` that is the same for all; the table makes k changeable while it runs.
 
     Args:
         config: the options.
         target: the engine's.
-        whole: only 0 and ``spec.k`` can be drafted.
+        all_or_nothing_k: only 0 and ``spec.k`` can be drafted.
     """
-    table = [(1, target.max_num_seqs, config.k)] if whole else every_k(target.max_num_seqs, config.k)
+    table = [(1, target.max_num_seqs, config.k)] if all_or_nothing_k else every_k(target.max_num_seqs, config.k)
     return {
         "num_speculative_tokens": config.k,
         "num_speculative_tokens_per_batch_size": table,

@@ -175,7 +175,7 @@ class DraftTraining:
         if unseen and not self._method.newborn:
             unseen = held_out.report is not None and held_out.report.acceptance_length < KNOWS_NOTHING
             if unseen:  # such as a layer that was never trained
-                trainer.schedule.restart()
+                trainer.schedule.newborn = True
         # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be measured at once
         held = buffer.newest(min(tokens, int(_HELD_BACK * buffer.tokens)) if unseen else 0, EACH)
         with buffer.without(held):

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from draft_training.layers import initialise
 from draft_training.mtp import MtpShape
 from draft_training.mtp_module import MtpKind
 from spec_plugin_conformance.targets import TinyTarget, tiny_targets
@@ -157,7 +158,7 @@ def add_mtp_layer(folder: Path, seed: int = 0) -> None:
         return
     hf |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     layer = MtpKind(MtpShape.from_target(hf)).build("cpu", torch.float32)
-    layer.reset_parameters(torch.Generator().manual_seed(seed))
+    initialise(layer, torch.Generator().manual_seed(seed))
     own = {f"model.mtp_layers.0.{name}": p.detach() for name, p in layer.named_parameters()}
     save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf, indent=2))

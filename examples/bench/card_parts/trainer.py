@@ -79,13 +79,13 @@ def _harvested(seen: dict[str, Any], task: Task, device: str) -> Any:
 def _attention(seen: dict[str, Any], task: Task, device: str) -> None:
     from draft_training import load_draft
     from draft_training.attention import proven_kernel
-    from draft_training.card import fast_products
+    from draft_training.card import own_modes
     from draft_training.fused_attention import kernel_for
 
     where = torch.empty(0, device=device).device  # with its index, as a tensor says it
     head_dim = load_draft(task.models.draft)[0].head_dim
     for dtype in (torch.float32, torch.bfloat16):
-        with fast_products(where):
+        with own_modes(where):
             kernel = proven_kernel(where, dtype, head_dim)
         seen[str(dtype).removeprefix("torch.")] = "explicit scores" if kernel is None else kernel.name
         if kernel is None and kernel_for(where.type, dtype, head_dim):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from spec_plugin_conformance import tiny
 
+from draft_training.layers import initialise
 from draft_training.mtp import PREFIX, MtpShape
 from draft_training.mtp_module import MtpKind
 from examples.bench import common, methods_engines, methods_report, workload
@@ -50,7 +51,7 @@ def test_a_padded_target_keeps_its_trained_layer(tmp_path: Path) -> None:
     tiny.add_mtp_layer(target)
     shape = MtpShape.from_target(json.loads((target / "config.json").read_text()))
     trained = MtpKind(shape).build("cpu", torch.float32)
-    trained.reset_parameters(torch.Generator().manual_seed(9))
+    initialise(trained, torch.Generator().manual_seed(9))
     (tmp_path / "trained").mkdir()
     MtpKind(shape).write(tmp_path / "trained", trained.state_dict())
     padded = tmp_path / "padded"

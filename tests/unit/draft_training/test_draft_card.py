@@ -9,7 +9,7 @@ import torch
 from builders.drafts import SETTINGS, make_buffer, make_document, make_policy, make_trainer, weights
 
 from draft_training import DraftTrainer, digest
-from draft_training.card import HostOffload, fast_products
+from draft_training.card import HostOffload, own_modes
 
 OFFLOADED = replace(SETTINGS, offload=True)
 
@@ -110,11 +110,11 @@ def test_a_block_of_work_brings_everything_to_the_device_once(tiny, monkeypatch)
 def test_products_are_rounded_on_a_card_only_and_only_in_the_block():
     switch = torch.backends.cuda.matmul
     before = switch.fp32_precision
-    with fast_products(torch.device("cuda")):
+    with own_modes(torch.device("cuda")):
         assert switch.fp32_precision == "tf32"
     assert switch.fp32_precision == before
-    with pytest.raises(KeyError), fast_products(torch.device("cuda")):
+    with pytest.raises(KeyError), own_modes(torch.device("cuda")):
         raise KeyError
     assert switch.fp32_precision == before
-    with fast_products(torch.device("cpu")):
+    with own_modes(torch.device("cpu")):
         assert switch.fp32_precision == before

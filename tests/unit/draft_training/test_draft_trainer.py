@@ -197,11 +197,6 @@ def test_the_vocabulary_is_the_most_frequent_tokens(pruned):
     assert t.train_slice(make_buffer(), 60, 2).steps == 2
 
 
-def test_choosing_a_vocabulary_for_a_full_draft_is_refused(tiny):
-    with pytest.raises(DraftConfigError, match="pruned"):
-        make_trainer(tiny).select_vocabulary(torch.ones(40))
-
-
 def test_the_public_api_is_what_others_build_on():
     import draft_training
 
@@ -219,7 +214,7 @@ def test_a_draft_that_turned_out_to_know_nothing_learns_at_a_newborns_rates(tiny
     given = make_trainer(tiny, settings, tensors=newborn.engine_tensors())
     rates = [[t.schedule.rate(step) for step in (0, 5, 20, 100)] for t in (newborn, given)]
     assert rates[1][2] == settings.lr_floor < rates[0][2]
-    given.schedule.restart()
+    given.schedule.newborn = True
     assert [given.schedule.rate(step) for step in (0, 5, 20, 100)] == rates[0]
     given.save(tmp_path / "draft")
     resumed = make_trainer(tiny, settings, tensors=newborn.engine_tensors())

@@ -164,9 +164,6 @@ def test_the_starting_draft_of_a_killed_run_is_removed_by_the_next_one(places, o
         def build(self, device: torch.device | str, dtype: torch.dtype) -> Any:
             return torch.nn.ParameterDict({"fc": torch.zeros(2, device=device, dtype=dtype)})
 
-        def read(self, folder: Path) -> Any:
-            raise NotImplementedError
-
     kind_of.register(Shape, Kind)  # as a plugin with a draft of its own does
 
     def work(here: Callable[[], None]) -> None:

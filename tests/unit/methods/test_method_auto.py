@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from draft_training.layers import initialise
 from draft_training.mtp import MtpShape
 from draft_training.mtp_module import MtpKind
 from spec_plugin import SpecConfig, SpecConfigError
@@ -48,7 +49,7 @@ def chosen(hf: dict[str, Any], path: Path = Path("m"), **options: Any) -> Method
 
 def with_layer(folder: Path) -> Path:
     layer = MtpKind(MtpShape.from_target(MIMO)).build("cpu", torch.float32)
-    layer.reset_parameters(torch.Generator().manual_seed(0))
+    initialise(layer, torch.Generator().manual_seed(0))
     named = {f"model.mtp_layers.0.{n}": p.detach() for n, p in layer.named_parameters()}
     save_file({"model.norm.weight": torch.ones(64), **named}, folder / "model.safetensors")
     return folder

@@ -13,7 +13,6 @@ import torch
 from builders.frozen import DRAFTS, HF, config_of, tensors_of
 from safetensors.torch import save_file
 
-from draft_training.weights import refuse_broken_mask
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
 from spec_plugin.api.method import Method
@@ -113,27 +112,6 @@ def test_a_masks_vector_beside_a_draft_is_left_to_vllm(tmp_path: Path, vector: A
     folder = draft(tmp_path, "dflash")
     torch.save(vector, tmp_path / "mask_embedding.pt")
     assert method(folder).model() == folder
-    written = json.loads((tmp_path / "config.json").read_text())
-    width = written.pop("hidden_size")
-    refuse_broken_mask(tmp_path)  # a config.json that does not say how wide it is
-    (tmp_path / "config.json").write_text(json.dumps({**written, "transformer_layer_config": {"hidden_size": width}}))
-    refuse_broken_mask(tmp_path)
-
-
-def test_a_masks_vector_of_another_token_is_refused_as_vllm_would(tmp_path: Path) -> None:
-    folder = draft(tmp_path, "dflash")
-    hf = {**DRAFTS["dflash"], "dflash_config": {"mask_token_id": 3}}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    torch.save({"embedding": torch.ones(64), "mask_token_id": 4}, tmp_path / "mask_embedding.pt")
-    with pytest.raises(SpecConfigError, match=r"of token 4, and config\.json says mask_token_id=3"):
-        method(folder).model()
-    hf = {**DRAFTS["dflash"], "dflash_config": {}, "mask_token_id": 3}  # where vLLM looks next
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(SpecConfigError, match="of token 4"):
-        method(folder).model()
-    torch.save({"embedding": torch.ones(64), "mask_token_id": torch.ones(2)}, tmp_path / "mask_embedding.pt")
-    with pytest.raises(SpecConfigError, match="no vector that can be read"):
-        method(folder).model()
 
 
 def test_what_is_no_file_is_left_alone_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +121,7 @@ def test_what_is_no_file_is_left_alone_as_vllm_does(tmp_path: Path, monkeypatch:
     assert method(folder).model() == folder
 
 
-@pytest.mark.parametrize(
-    "vector", [torch.full((64,), torch.nan), torch.ones(32), {"other": torch.ones(64)}, Code(), "torn"]
-)
+@pytest.mark.parametrize("vector", [torch.full((64,), torch.nan), {"other": torch.ones(64)}, Code(), "torn"])
 def test_law_8_a_masks_vector_that_is_none_is_refused_before_the_engine_starts(tmp_path: Path, vector: Any) -> None:
     folder = draft(tmp_path, "dflash")
     torch.save(vector, tmp_path / "mask_embedding.pt")

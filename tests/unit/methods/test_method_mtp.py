@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_training import Document, DraftConfigError, DraftTrainer, HiddenBuffer, TrainSettings
 from draft_training.batch import pack
+from draft_training.layers import initialise
 from draft_training.mtp import MtpShape
 from draft_training.mtp_module import MtpKind
 from spec_plugin import SpecConfig, SpecConfigError
@@ -39,7 +40,7 @@ def layer_of(folder: Path, files: int = 1) -> dict[str, torch.Tensor]:
     """A checkpoint with a random layer; its tensors, by their names there."""
     shape = MtpShape.from_target(HF)
     module = MtpKind(shape).build("cpu", torch.float32)
-    module.reset_parameters(torch.Generator().manual_seed(3))
+    initialise(module, torch.Generator().manual_seed(3))
     named = {f"model.mtp_layers.0.{n}": p.detach().clone() for n, p in module.named_parameters()}
     named["model.norm.weight"] = torch.ones(64)
     names = sorted(named)
@@ -184,7 +185,7 @@ def test_no_token_stands_before_the_first() -> None:
     """vLLM clears the embedding of position 0: whatever token follows the first one changes nothing there."""
     shape = MtpShape.from_target(HF)
     layer = MtpKind(shape).build("cpu", torch.float32)
-    layer.reset_parameters(torch.Generator().manual_seed(0))
+    initialise(layer, torch.Generator().manual_seed(0))
     embed, states = torch.randn(96, 64), torch.randn(6, 64)
 
     def rows(second: int, third: int) -> torch.Tensor:
@@ -201,7 +202,7 @@ def test_the_first_token_of_a_window_is_not_the_first_of_its_rollout() -> None:
     """A window from the midst of a long rollout: the engine clears the embedding of the rollout's position 0 alone."""
     shape = MtpShape.from_target(HF)
     layer = MtpKind(shape).build("cpu", torch.float32)
-    layer.reset_parameters(torch.Generator().manual_seed(0))
+    initialise(layer, torch.Generator().manual_seed(0))
     embed, states = torch.randn(96, 64), torch.randn(9, 64)
 
     def first_row(second: int) -> torch.Tensor:
