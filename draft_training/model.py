@@ -139,9 +139,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> tupl
         head_dim=head_dim,
         hidden_size=head_dim,  # this and the heads: read in any case, and used where there is no head_dim
         num_attention_heads=1,
-        rope_theta=rope.theta,  # this and the next two: of transformers 4, which divides the lengths to get yarn's factor
+        rope_theta=rope.theta,  # this and the next: of transformers 4
         rope_scaling=parameters,
-        max_position_embeddings=rope.factor * rope.original_max_position_embeddings,
         rope_parameters=parameters,  # this and the next: of transformers 5
         standardize_rope_params=lambda: None,
     )

@@ -173,9 +173,9 @@ class Rope:
             made = cls.from_hf(hf, where)
             return made if made.reach >= max(layer.max_position_embeddings, length) else cls(made.theta)
         # where each kind of attention has a rope of its own, that of the one which reads the whole text, as the draft does
-        kinds = [part for part in parameters.values() if isinstance(part, Mapping)]
-        theta = (parameters.get("full_attention") or kinds[0] if kinds else parameters).get("rope_theta")
-        scaling = read(Rotary, {"rope_theta": theta}, f"the rope scaling of {where}")
+        kinds = {name: part for name, part in parameters.items() if isinstance(part, Mapping)}
+        chosen = kinds.get("full_attention") or next(iter(kinds.values()), parameters)
+        scaling = read(Rotary, {"rope_theta": chosen.get("rope_theta")}, f"the rope scaling of {where}")
         return cls(scaling.rope_theta or layer.rope_theta or 10000.0)
 
     def scaling_to_hf(self) -> dict[str, Any] | None:
