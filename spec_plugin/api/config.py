@@ -225,7 +225,7 @@ def _short(value: Any) -> str:
 
 
 def describe_range(name: str) -> str:
-    """The type and bounds of an option in words, e.g. ``int, 1 <= value <= 16``."""
+    """The type and bounds of an option in words: ``int >= 1 and <= 16``."""
     schema = SpecConfig.model_json_schema()["properties"][name]
     words = []
     for branch in schema.get("anyOf", [schema]):

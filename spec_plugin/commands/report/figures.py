@@ -53,8 +53,9 @@ def draw(panel: Panel, salt: str, spans: Sequence[StateSpan] = ()) -> str:
             ends = [end for span in spans for end in (span.first - 0.5, span.last + 0.5)]
             shaded = [span.state != "on" for span in spans for _ in range(2)]
             across = axes.get_xaxis_transform()
-            look = {"color": _FAINT, "alpha": 0.45, "linewidth": 0, "zorder": 0}
-            axes.fill_between(ends, 0, 1, where=shaded, transform=across, **look)
+            axes.fill_between(
+                ends, 0, 1, where=shaded, transform=across, color=_FAINT, alpha=0.45, linewidth=0, zorder=0
+            )
         for i, line in enumerate(panel.lines):
             colour, style = _COLOURS[i % len(_COLOURS)], line.style if i < len(_COLOURS) else "--"
             marker = "." if style == "-" and len(line.series) <= _DOTS_UP_TO else ""
