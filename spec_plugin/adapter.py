@@ -62,7 +62,7 @@ if TYPE_CHECKING:
         wrong_option,
     )
     from spec_plugin.plan.run_plan import FindModel, Model, RunFacts, RunPlan, refuse_script, split_launch
-    from spec_plugin.plan.sources import folder_of, parsed, source_of
+    from spec_plugin.plan.sources import folder_of, source_of
     from spec_plugin.plan.text_files import text_of
     from spec_plugin.trainer.decoder import find_decoder, shared_with_draft, text_sizes
     from spec_plugin.trainer.harvest import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,6 @@ from spec_plugin.adapter import (
     RunPlan,
     SpecConfig,
     SpecConfigError,
-    parsed,
     read_config,
     source_of,
     split_arguments,
@@ -64,7 +62,6 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         model=model,
         model_option=options.MODEL,
         shape=_shape(flags),
-        shapes=_shapes(flags),
         sleeps=bool(flags.sleep),
         rollout_in_loss="" if flags.correction == "off" else options.CORRECTION,
     )
@@ -76,18 +73,9 @@ def known_flags() -> tuple[str, ...]:
 
     Its parser is built where nobody else can reach it, under ``if __name__ == "__main__"``, so its source is read.
     """
-    tree = parsed(source_of("openrlhf", "cli/train_ppo_ray.py"))
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    named = (c.args[0] for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" and c.args)
-    return tuple(filter(None, map(_pattern, named)))
-
-
-def _pattern(name: ast.expr) -> str:
-    if isinstance(name, ast.Constant):
-        return re.escape(str(name.value))
-    if isinstance(name, ast.JoinedStr):  # f"--{prefix}.adam.lr"
-        return "".join(re.escape(str(p.value)) if isinstance(p, ast.Constant) else r"\w+" for p in name.values)
-    return ""
+    source = source_of("openrlhf", "cli/train_ppo_ray.py")
+    named = re.findall(r"\.add_argument\(\s*f?[\"'](--[^\"']+)", source)
+    return tuple(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(name)) for name in named)  # "--{prefix}.adam.lr"
 
 
 def _unknown(theirs: Sequence[str]) -> Iterator[Objection]:
@@ -123,18 +111,6 @@ def _shape(flags: argparse.Namespace) -> str:
         f"{when}{_ranks(flags)} DeepSpeed actor ranks, ZeRO-{flags.zero_stage}{ring}; {flags.engines} vllm engines of "
         f"{flags.tensor_parallel} ranks each"
     )
-
-
-def _shapes(flags: argparse.Namespace) -> tuple[str, ...]:
-    used = {
-        "tp2": flags.tensor_parallel > 1,
-        "dp2": _ranks(flags) // max(flags.ring, 1) > 1 or flags.engines > 1,
-        "sp2": flags.ring > 1,
-        "packed": flags.packed or flags.dynamic_batch or flags.ring > 1,  # OpenRLHF packs for the latter two by itself
-        "async": flags.asynchronous and not flags.partial,
-        "partial": flags.partial,
-    }
-    return tuple(name for name, uses in used.items() if uses)
 
 
 def _notes(flags: argparse.Namespace) -> tuple[str, ...]:

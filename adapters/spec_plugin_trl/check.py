@@ -85,7 +85,6 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         model=model,
         model_option="model",
         shape="one engine in each rank's own process; the ranks are the launcher's to choose",
-        shapes=(),
         sleeps=bool(fields.get("vllm_enable_sleep_mode")),
         rollout_in_loss=options.rollout_in_loss(fields.get),
     )

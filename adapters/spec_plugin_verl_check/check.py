@@ -83,18 +83,14 @@ def _broken_sections(config: Any) -> Iterator[Objection]:
 
 def _plan(config: Any, entry: Entry, find: FindModel) -> RunPlan:
     actor, rollout, model = (config.actor_rollout_ref[name] for name in ("actor", "rollout", "model"))
-    found = [
-        *options.misplaced(OmegaConf.to_container(config, resolve=False)),
-        *options.objections(rollout, model, config, str(config.trainer.get("device", "cuda"))),
-    ]
+    found = [*options.objections(rollout, model, config, str(config.trainer.get("device", "cuda")))]
     if any(objection.reason == options.NO_SIZE for objection in found):
         return _stopped(*found)
     spec = SpecConfig.parse(None)
     try:
         spec = options.read_config(rollout)
     except SpecConfigError as error:
-        if not any(str(objection) in str(error) for objection in found):  # it was said already
-            found.append(wrong_option(error))
+        found.append(wrong_option(error))
     looked_up = find(str(model.path))
     hf, packed = looked_up.config or {}, bool(model.use_remove_padding)
     found += recurrent.objections(hf, actor.strategy, packed, spec.recurrent_states == "try")
@@ -108,7 +104,6 @@ def _plan(config: Any, entry: Entry, find: FindModel) -> RunPlan:
         model=looked_up,
         model_option="actor_rollout_ref.model.path",
         shape=_shape(config, entry),
-        shapes=_shapes(config, entry, hf.get("model_type")),
         sleeps=bool(rollout.free_cache_engine),
         rollout_in_loss=f"algorithm.rollout_correction.{corrects[0]}" if corrects else "",
         bypass="bypass_mode" in corrects,
@@ -116,58 +111,23 @@ def _plan(config: Any, entry: Entry, find: FindModel) -> RunPlan:
     return RunPlan("verl", tuple(found), facts, (*_notes(config, entry), *recurrent.notes(hf, packed)))
 
 
-def _above_one(section: Any, *paths: str) -> int:
-    """The first of these sizes that is above 1; 1 where none is."""
-    sizes = (options.value_of(section, path) for path in paths)
-    return next((size for size in sizes if isinstance(size, int) and size > 1), 1)
-
-
-def _sequence_parallel(config: Any) -> int:
-    """verl takes the actor's own option, which is the older one, where it is above 1."""
-    name = "ulysses_sequence_parallel_size"
-    return _above_one(config.actor_rollout_ref.actor, name, f"fsdp_config.{name}")
-
-
 def _ranks(section: Any) -> int:
-    """Of all nodes; 0 where it is not a number."""
+    """Ranks on all nodes together; 0 where a size is no number."""
     per_node, nodes = section.n_gpus_per_node, section.nnodes
     return per_node * nodes if isinstance(per_node, int) and isinstance(nodes, int) else 0
 
 
 def _shape(config: Any, entry: Entry) -> str:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    mode, slices, size = entry.mode(config), _sequence_parallel(config), rollout.tensor_model_parallel_size
+    mode, size = entry.mode(config), rollout.tensor_model_parallel_size
+    sizes = (options.value_of(actor, f"{path}ulysses_sequence_parallel_size") for path in ("", "fsdp_config."))
+    slices = next((size for size in sizes if isinstance(size, int) and size > 1), 1)  # as verl: the older option first
     asynchronous = "" if mode == options.MODES[0] else f"{mode}; "
     ulysses = f", Ulysses over {slices}" if slices > 1 else ""
     actors = f"{asynchronous}{_ranks(config.trainer) or '?'} {actor.strategy} actor ranks{ulysses}"
     apart = config.trainer.v1.trainer_mode == options.APART
     engines = _ranks(rollout if apart else config.trainer) // size
     return f"{actors}; {engines or '?'} {rollout.get('name')} engines of {size} ranks each"
-
-
-def _shapes(config: Any, entry: Entry, family: Any) -> tuple[str, ...]:
-    mode, slices = entry.mode(config), _sequence_parallel(config)
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    used = {
-        "tp2": config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
-        "dp2": _ranks(config.trainer) // slices > 1,
-        "nodes2": _above_one(config.trainer, "nnodes") > 1,
-        "sp2": slices > 1,
-        "lora": options.lora(model) == "merged",
-        "lora-adapters": options.lora(model) == "adapter",
-        "packed": bool(model.use_remove_padding),
-        "mistral": family == "mistral",
-        "colocate": mode == "colocate_async",
-        "separate": mode == options.APART,
-        "fully": mode == "fully_async",
-        "one-step": mode == "one_step_off",
-        "veomni": actor.strategy == "veomni",
-    }
-    if actor.strategy == "megatron":
-        kinds = {"tp2": "tensor_model", "pp2": "pipeline_model", "cp2": "context", "ep2": "expert_model"}
-        split = {f"megatron-{k}": _above_one(actor.megatron, f"{v}_parallel_size") > 1 for k, v in kinds.items()}
-        used |= {"megatron": not any(split.values()), **split}
-    return tuple(name for name, uses in used.items() if uses)
 
 
 def _notes(config: Any, entry: Entry) -> Iterator[str]:

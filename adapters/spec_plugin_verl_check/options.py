@@ -118,8 +118,6 @@ def read_config(rollout: Any) -> SpecConfig:
     raw = as_builtin(custom.get(NAME)) if isinstance(custom, Mapping) else custom
     if raw is not None and not isinstance(raw, Mapping):
         raise SpecConfigError(f"{PREFIX}*: expected options such as {PREFIX}k=3, got {raw!r}")
-    if isinstance(custom, Mapping) and (lost := list(misplaced(custom, f"{_ROLLOUT}custom"))):
-        raise SpecConfigError("; ".join(map(str, lost)))
     return SpecConfig.parse(raw, PREFIX)
 
 
@@ -161,7 +159,7 @@ def engine_arguments(rollout: Any) -> dict[str, Any]:
 
 
 def _length(arguments: Mapping[str, Any], hf_config: Mapping[str, Any], model: Any) -> int | None:
-    """Of the engine's texts; where nobody asks it is the model's positions, as ``override_config`` changes them, unscaled."""
+    """Most tokens of a text in the engine: what is asked for, else the model's positions as ``override_config`` changes them."""
     changed = as_builtin(getattr(model, "override_config", None)) or {}
     said = {**hf_config, **changed.get("model_config", changed)}
     positions = (value_of(said, path) for path in ("max_position_embeddings", "text_config.max_position_embeddings"))
@@ -216,6 +214,10 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
     if wrong := list(_no_sizes(rollout, model)):
         yield from wrong
         return  # the others compare them
+    custom = as_builtin(getattr(rollout, "custom", None))
+    yield from misplaced(
+        {"actor_rollout_ref": {"rollout": {"custom": custom}}} if config is None else as_builtin(config)
+    )
     yield from _of_engine(rollout)
     yield from _refused(model, _MODEL, [("mtp.enable", _OFF, "a second drafting method (MTP)", "set it to False")])
     if lora(model) == "adapter":
@@ -284,7 +286,7 @@ def _of_engine(rollout: Any) -> Iterator[Objection]:
 
 
 def _of_adapters(rollout: Any, model: Any) -> Iterator[Objection]:
-    """LoRA adapters in the engine."""
+    """What stands in the way of LoRA adapters that the engine serves."""
     if (backend := rollout.checkpoint_engine.backend) != "naive":
         where, instead = f"{_ROLLOUT}checkpoint_engine.backend", f"set {_MODEL}lora.merge=True"
         yield unsupported(where, backend, "LoRA adapters in engines apart from the actor", instead)

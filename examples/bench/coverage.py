@@ -18,8 +18,7 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from spec_plugin_conformance.targets import tiny_targets  # noqa: E402
 
 from spec_plugin.api.errors import SpecConfigError  # noqa: E402
-from spec_plugin.commands.check import find_check, judge_run  # noqa: E402
-from spec_plugin.commands.judgement import find_model  # noqa: E402
+from spec_plugin.commands.check import find_check, find_model, judge_run  # noqa: E402
 from spec_plugin.plan.engine_class import engine_class  # noqa: E402
 from spec_plugin.plan.refusals import OURS, read_json  # noqa: E402
 from spec_plugin.plan.run_plan import FindModel, Model  # noqa: E402
@@ -47,7 +46,7 @@ class Row:
     of_trainer: tuple[str, ...]  # those of them that are the trainer's own refusal
     objections: tuple[str, ...]  # the whole sentences
     unseen: tuple[str, ...]
-    shapes: tuple[str, ...]
+    shapes: tuple[str, ...]  # ranks, actors and engines, in words
     family: str = ""  # tiny target of the kit that stands for the model; empty: none does
     judged: bool = True  # False: the trainer would get no configuration, so nothing could be said of ours
 
@@ -87,12 +86,12 @@ def alone_costs(rows: Iterable[Row]) -> Counter[str]:
 
 
 def shape_table(rows: Iterable[Row]) -> list[str]:
-    """Each accepted script with the shapes of the conformance kit, and its tiny target, that together prove it."""
+    """Each accepted script with its shape, and the kit's tiny target of its family."""
     taken = [row for row in rows if row.ours_accepts]
-    lines = ["| accepted script | shapes that prove it | target |", "| --- | --- | --- |"] if taken else []
+    lines = ["| accepted script | shape | target |", "| --- | --- | --- |"] if taken else []
     for row in taken:
         mark = "" if row.accepted else " (rewritten for the installed trainer)"
-        lines.append(f"| {row.script}{mark} | {' '.join(row.shapes) or 'one rank'} | {row.family or 'none'} |")
+        lines.append(f"| {row.script}{mark} | {' '.join(row.shapes)} | {row.family or 'none'} |")
     return lines
 
 
@@ -118,7 +117,7 @@ def judge(line: Mapping[str, Any], find: FindModel) -> Row:
         tuple(dict.fromkeys(o.reason for o in judgement.objections if o.by != OURS)),
         tuple(map(str, judgement.objections)),
         judgement.unseen,
-        judgement.shapes,
+        (judgement.facts["shape"],) if judgement.facts else (),
         family_of(looked_up[0]) if looked_up else "",
         bool(judgement.facts),
     )

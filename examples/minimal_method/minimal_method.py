@@ -30,7 +30,7 @@ def spec_method(config: SpecConfig, target: TargetInfo) -> Method | None:
             "num_speculative_tokens": config.k,
             # k changes while the engine runs; this is what it starts with
             "num_speculative_tokens_per_batch_size": [(1, target.max_num_seqs, config.k)],
-            "rejection_sample_method": config.rejection_sample_method,
+            "rejection_sample_method": "standard",
         },
         pretrained=True,  # may be served before anything was trained
         variable_length=True,  # proposes another number of tokens for each request, often none

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,13 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from spec_plugin.api.errors import SpecConfigError
 
-#: of our part of a trainer's configuration; how similar another name must be to be taken for it; and names that are meant for it
+#: the section of a trainer's configuration that holds our options, and how similar a misspelt name of it is
 NAME, _SIMILAR = "spec", 0.75
+#: names that somebody may give to that section
 _OTHER_NAMES = ("spec_plugin", "spec-plugin", "specplugin")
-#: options that there were, and the value that is always used now; giving one is a warning until the next release
-_RETIRED = {"grad_clip": "1.0", "replay_share": "0.25"}
-
-logger = logging.getLogger(__name__)
 
 
 class SpecConfig(BaseModel):
@@ -56,9 +52,6 @@ class SpecConfig(BaseModel):
         description="how the draft proposes tokens; both are lossless (on vLLM 0.24 to 0.28 by a repair); probabilistic is "
         "refused on a CPU",
     )
-    rejection_sample_method: Literal["standard", "block"] = Field(
-        "standard", description="acceptance rule in the engine; both are exact, and no other is allowed"
-    )
     serve: Literal["auto", "always", "never"] = Field(
         "auto",
         description="auto: draft only where it beats plain decoding; always: from the first step; never: train the draft only",
@@ -93,12 +86,6 @@ class SpecConfig(BaseModel):
         le=1.0,
         description="peak learning rate of the draft's optimizer (Muon); need not change with the model's size",
     )
-    ttt_steps: int | None = Field(
-        None,
-        ge=1,
-        le=16,
-        description="most steps of EAGLE-3's training-time test, in every fourth optimizer step, at most 3 in others; none: k",
-    )
     buffer_tokens: int = Field(
         65_536, ge=256, le=2**31, description="most tokens with hidden states kept per actor process"
     )
@@ -124,9 +111,10 @@ class SpecConfig(BaseModel):
         description="targets with recurrent states (gated delta nets, Mamba). shown: accept them only with actor backends "
         "validated end to end; try: with any backend",
     )
-    self_test: bool = Field(True, description="statistical self-test on the engine before the first rollout")
-    self_test_alpha: float = Field(
-        1e-6, gt=0.0, le=0.05, description="probability that the self-test rejects a correct engine"
+    self_test: bool = Field(
+        True,
+        description="statistical self-test on the engine before the first rollout; it rejects a correct engine once in a "
+        "million runs",
     )
     self_test_seconds: float = Field(
         30.0,
@@ -215,20 +203,10 @@ class SpecConfig(BaseModel):
         Raises:
             SpecConfigError: naming each bad option, its value, the allowed range and, for an unknown one, the nearest name.
         """
-        given = {str(name): value for name, value in dict(raw or {}).items()}
-        for name in given.keys() & _RETIRED:
-            logger.warning(
-                "spec-plugin: the option %s%s=%s is ignored: it is always %s now; remove it",
-                prefix,
-                name,
-                _short(given.pop(name)),
-                _RETIRED[name],
-            )
         try:
-            return cls(**given)
+            return cls(**{str(name): value for name, value in (raw or {}).items()})
         except ValidationError as error:
-            lines = [_explain(e, prefix) for e in error.errors()]
-            raise SpecConfigError("; ".join(lines)) from None
+            raise SpecConfigError("; ".join(_explain(e, prefix) for e in error.errors())) from None
 
 
 def _explain(error: Any, prefix: str) -> str:
@@ -247,12 +225,10 @@ def _short(value: Any) -> str:
 
 
 def describe_range(name: str) -> str:
-    """The type and bounds of an option in words, e.g. ``int, 1 <= value <= 16``."""
-    field = SpecConfig.model_fields[name]
+    """The type and bounds of an option in words: ``int >= 1 and <= 16``."""
     schema = SpecConfig.model_json_schema()["properties"][name]
-    branches = schema.get("anyOf", [schema])
     words = []
-    for branch in branches:
+    for branch in schema.get("anyOf", [schema]):
         if "enum" in branch:
             words.append(" | ".join(branch["enum"]))
             continue
@@ -262,7 +238,6 @@ def describe_range(name: str) -> str:
         kind = {"integer": "int", "number": "float", "string": "text", "boolean": "true | false", "null": "none"}
         kind_name = kind.get(branch["type"], "list")
         words.append(f"{kind_name} {bounds}".strip())
-    assert field.description
     return " or ".join(words)
 
 
@@ -287,12 +262,22 @@ def meant_for_us(name: str, value: Any) -> bool:
     )
 
 
+def described_options() -> list[tuple[str, str, str, str]]:
+    """Name, default, allowed values and meaning of every option."""
+    return [
+        (
+            name,
+            "none" if field.default is None else str(field.default).replace("()", "[]"),
+            describe_range(name),
+            str(field.description),
+        )
+        for name, field in SpecConfig.model_fields.items()
+    ]
+
+
 def options_table() -> str:
     """All options as a Markdown table; the copy in docs/reference.md is checked against it in CI."""
     rows = ["| option | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    for name, field in SpecConfig.model_fields.items():
-        default = "none" if field.default is None else repr(field.default).strip("'").replace("()", "[]")
-        allowed = describe_range(name).replace("|", "\\|")
-        meaning = str(field.description).replace("|", "\\|")
-        rows.append(f"| `{name}` | {default} | {allowed} | {meaning} |")
+    for name, *cells in described_options():
+        rows.append(" | ".join([f"| `{name}`", *(cell.replace("|", "\\|") for cell in cells)]) + " |")
     return "\n".join(rows)

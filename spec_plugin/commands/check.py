@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands.adapters import installed_adapters, module_for
-from spec_plugin.commands.forecast import judge
-from spec_plugin.commands.judgement import Judgement, find_model
-from spec_plugin.plan.run_plan import FindModel, RunPlan
+from spec_plugin.commands.forecast import Judgement, judge
+from spec_plugin.plan.refusals import read_json
+from spec_plugin.plan.run_plan import FindModel, Model, RunPlan
 
 #: what an adapter offers: the run's arguments and a finder of models, to what the run would be
 Check = Callable[[Sequence[str], FindModel], RunPlan]
@@ -41,6 +42,43 @@ def find_check(trainer: str) -> Check:
     except (ImportError, AttributeError) as error:
         raise SpecConfigError(f"the adapter for {trainer} offers no check here ({module}: {error})") from error
     return found
+
+
+def find_model(name: str) -> Model:
+    """Look for a model's config.json in a folder and in the hub's local cache; nothing is ever downloaded."""
+    file = Path(name) / "config.json"
+    try:
+        here = file.exists()
+    except OSError as error:  # a name that no folder can have, or one that may not be looked into
+        return Model(name, None, str(error))
+    if not here:
+        if (cached := _in_hub_cache(name)) is None:
+            return Model(name, None, "it is neither a folder with a config.json here nor in the hub's local cache")
+        file = Path(cached)
+    try:
+        return model_from(file)(name)
+    except SpecConfigError as error:
+        return Model(name, None, str(error), unreadable=True)
+
+
+def model_from(file: Path) -> FindModel:
+    """A finder that takes this config.json for whatever model is asked for.
+
+    Raises:
+        SpecConfigError: if it cannot be read.
+    """
+    config = read_json(file)
+    return lambda name: Model(name, config, str(file))
+
+
+def _in_hub_cache(name: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # not a name that the hub could have, such as a path
+        return None
+    return found if isinstance(found, str) else None
 
 
 def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_model) -> Judgement:

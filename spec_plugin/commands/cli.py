@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+from collections.abc import Sequence
 from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
@@ -16,14 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_plugin import __version__
-from spec_plugin.api.config import SpecConfig, describe_range, options_table
+from spec_plugin.api.config import described_options, options_table
 from spec_plugin.api.diagnosis import Diagnosis
 from spec_plugin.api.errors import SpecPluginError
-from spec_plugin.commands.check import judge_run
+from spec_plugin.commands.check import find_model, judge_run, model_from
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
 from spec_plugin.commands.doctor import Section, examine, hook_summaries, to_json, works
-from spec_plugin.commands.judgement import find_model, model_from
 from spec_plugin.commands.terminal import Refused, echo, visible
 from spec_plugin.plan.text_files import write_whole
 
@@ -224,14 +224,14 @@ Then in the run: spec.draft=DRAFT. If it is killed, the same command resumes. --
 def train(**options: Any) -> None:
     """Train a draft offline; the help text is ``_TRAIN_HELP``."""
     from spec_plugin.commands.train import PretrainSettings, pretrain
+    from spec_plugin.step_cost.chances import tokens_per_step
 
-    outcome = pretrain(PretrainSettings(**options))
+    settings = PretrainSettings(**options)
+    outcome = pretrain(settings)
     for name, chances in (("predicted", outcome.predicted), ("measured", outcome.measured)):
-        lengths = ", ".join(
-            f"k={k}: {outcome.length(chances, k):.2f}" for k in sorted({1, min(3, outcome.k), outcome.k})
-        )
-        echo(f"tokens a step, {name}: {lengths}")
-    echo(f"the draft is in {outcome.draft}; in a run: spec.draft={outcome.draft.absolute()}")
+        sizes = sorted({1, min(3, settings.k), settings.k})
+        echo(f"tokens a step, {name}: " + ", ".join(f"k={k}: {tokens_per_step(chances, k):.2f}" for k in sizes))
+    echo(f"the draft is in {settings.out}; in a run: spec.draft={settings.out.absolute()}")
 
 
 _REPORT_HELP = """Show what a run did, as one page of HTML that opens anywhere.
@@ -301,28 +301,24 @@ def options(markdown: bool) -> None:
     if markdown:
         echo(options_table())
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("option", no_wrap=True, min_width=max(map(len, SpecConfig.model_fields)))
-    for name in ("default", "allowed", "meaning"):
-        table.add_column(name)
-    for name, field in SpecConfig.model_fields.items():
-        default = "none" if field.default is None else str(field.default)
-        table.add_row(*(Text(c) for c in (name, default, describe_range(name), field.description or "")))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(table)
-    console.print("\nverl: +actor_rollout_ref.rollout.custom.spec.<option>=<value>", highlight=False)
-    console.print("OpenRLHF: --spec.<option> <value>", highlight=False)
-    console.print("TRL: -m spec_plugin_trl --spec.<option> <value> train.py", highlight=False, markup=False)
+    _print_table(("option", "default", "allowed", "meaning"), described_options())
+    echo("\nverl: +actor_rollout_ref.rollout.custom.spec.<option>=<value>")
+    echo("OpenRLHF: --spec.<option> <value>\nTRL: -m spec_plugin_trl --spec.<option> <value> train.py")
 
 
 @main.command()
 def hooks() -> None:
     """Every hook that a plugin may implement; spec_plugin/api/hookspecs.py has the details."""
+    _print_table(("hook", "when"), hook_summaries())
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False)
-    table.add_column("hook", no_wrap=True)
-    table.add_column("when")
-    for name, when in hook_summaries():
-        table.add_row(Text(name), Text(when))
+    table.add_column(titles[0], no_wrap=True, min_width=max(len(row[0]) for row in rows))
+    for title in titles[1:]:
+        table.add_column(title)
+    for row in rows:
+        table.add_row(*map(Text, row))
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 

@@ -26,7 +26,7 @@ from spec_plugin.api.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, dev
 from spec_plugin.api.errors import PatchError, SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
-from spec_plugin.commands.graphs import never_run, runners_by_method
+from spec_plugin.commands.graphs import NEVER_RUN, runners_by_method
 from spec_plugin.lifecycle.manager import built_in_method
 from spec_plugin.lifecycle.registry import optional_packages
 from spec_plugin.plan.hub import DraftNotHereError
@@ -154,7 +154,7 @@ def examine_engine() -> tuple[Diagnosis, ...]:
     device = device_type()
     return (
         Diagnosis("model runner", "ok", runners_by_method(device)),
-        Diagnosis("never run on a GPU", "ok" if device == "cpu" else "note", never_run(device)),
+        Diagnosis("never run on a GPU", "ok" if device == "cpu" else "note", NEVER_RUN[device]),
     )
 
 
@@ -208,9 +208,7 @@ def _examine_adapter(entry: metadata.EntryPoint) -> list[Diagnosis]:
         return switched
     try:
         entry.load()
-    except ImportError as error:
-        return [Diagnosis(entry.name, "fail", f"{entry.value} cannot be imported: {error}", fix)]
-    except Exception as error:  # anything else that a trainer's import can do is a finding, not a traceback
+    except Exception as error:  # whatever a trainer's import can do is a finding, not a traceback
         return [Diagnosis(entry.name, "fail", f"importing {entry.value}: {_said(error)}", fix)]
     imported = Diagnosis(entry.name, "ok", f"{entry.value} imported")
     return [*switched, imported, *(doctor.examine() if doctor else ())]

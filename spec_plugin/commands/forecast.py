@@ -1,9 +1,9 @@
-"""What a run would do, from its options alone; for ``spec-plugin check``."""
+"""What a run would do, from its options alone: the ``Judgement`` that ``spec-plugin check`` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.diagnosis import device_type
 from spec_plugin.api.errors import CannotDraft, SpecConfigError
 from spec_plugin.api.method import Method
-from spec_plugin.commands.graphs import graphs_of, never_run
-from spec_plugin.commands.judgement import Judgement
+from spec_plugin.commands.graphs import NEVER_RUN, graphs_of
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.recurrent_states import check_states
 from spec_plugin.lifecycle.manager import built_in_method, create_manager
@@ -47,6 +46,22 @@ _SERVING = {
     "always": "drafting from the first step",
     "never": "the draft is trained and never served",
 }
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Would this run be accepted, and what would it do?"""
+
+    trainer: str
+    objections: tuple[Objection, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)  # what it would do, by subject
+    notes: tuple[str, ...] = ()  # of interest; they stop nothing
+    unseen: tuple[str, ...] = ()  # what could not be checked, and why
+
+    @property
+    def accepted(self) -> bool:
+        """True when nothing that was checked stops the run."""
+        return not self.objections
 
 
 def judge(plan: RunPlan) -> Judgement:
@@ -90,7 +105,7 @@ def judge(plan: RunPlan) -> Judgement:
                 instead = "change the option or file that is named"
                 objections.append(_of_model(run, "a draft for this model", str(error), instead))
     facts = dict(_facts(run, method))
-    return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen), run.shapes)
+    return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen))
 
 
 def _method(run: RunFacts) -> Method:
@@ -147,7 +162,7 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
     runner = runner_of(method.settings if method is not None else {"method": spec.method}, device)
     yield "model runner", runner.words
     yield "CUDA graphs", graphs_of(runner, device)
-    yield "never run on a GPU", never_run(device)
+    yield "never run on a GPU", NEVER_RUN[device]
     checked = "every response, against the actor's"
     if run.bypass:
         checked = f"{spec.bypass_check_sequences} sequences a step: the trainer skips its log-prob pass"

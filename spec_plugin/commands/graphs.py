@@ -11,17 +11,11 @@ SLOWER_PLAIN = (
 )
 #: CUDA graphs by whether the runner is V2
 _KINDS = {True: "full and piecewise", False: "piecewise"}
-NEVER_ON_A_GPU = "no run of a trainer with the flag, and more: docs/supported.md#never-run-on-a-gpu is the list"
-NOTHING = "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here"
-
-
-def never_run(device_type: str) -> str:
-    """What of a run nobody has tried on a GPU, in a line.
-
-    Args:
-        device_type: "cpu" or "cuda".
-    """
-    return NOTHING if device_type == "cpu" else NEVER_ON_A_GPU
+#: what of a run nobody has tried on a GPU, by the device type of the engine
+NEVER_RUN = {
+    "cpu": "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here",
+    "cuda": "no run of a trainer with the flag, and more: docs/supported.md#never-run-on-a-gpu is the list",
+}
 
 
 def graphs_of(runner: Runner, device_type: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -26,6 +28,27 @@ def _obeyed(character: str) -> bool:
 def echo(text: str) -> None:
     """Print a text with its control characters escaped."""
     click.echo(visible(text))
+
+
+@contextmanager
+def progress_bar(label: str, total: int, show: bool, done: int = 0) -> Iterator[Callable[[int, str], None]]:
+    """A bar, for the block.
+
+    Args:
+        label: before the bar.
+        total: of what is done at its end.
+        show: draw it.
+        done: before the block.
+
+    Yields:
+        What is called with how much is done now, and a few words behind the bar.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # not for commands without a bar
+
+    columns = (TextColumn(label), BarColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn())
+    with Progress(*columns, disable=not show) as progress:
+        task = progress.add_task(label, total=total, completed=done, words="")
+        yield lambda now, words: progress.update(task, completed=now, words=words)
 
 
 class Refused(click.ClickException):

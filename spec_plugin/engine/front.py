@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 #: the self-test's hard limit, as a multiple of the time that it should take
 PATIENCE = 4
+#: the chance that the self-tests of all engines of a run refuse one that is right
+_FALSE_ALARM = 1e-6
 
 
 class EngineFront:
@@ -338,7 +340,7 @@ class EngineFront:
             sampling=dict(target.sampling),
             k=config.k,
             vocab_size=vocab_size,
-            alpha=config.self_test_alpha / engines,
+            alpha=_FALSE_ALARM / engines,
             seconds=seconds,
             limit=PATIENCE * seconds,
             max_num_seqs=target.max_num_seqs,

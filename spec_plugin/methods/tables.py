@@ -25,7 +25,7 @@ def common_settings(config: SpecConfig, target: TargetInfo, all_or_nothing_k: bo
     return {
         "num_speculative_tokens": config.k,
         "num_speculative_tokens_per_batch_size": table,
-        "rejection_sample_method": config.rejection_sample_method,
+        "rejection_sample_method": "standard",
         **({} if keeps_states(target.hf_config) else whole_hits()),  # those have no prefix cache here
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_plugin.api.config import SpecConfig, describe_range
+from spec_plugin.api.config import SpecConfig, described_options
 from spec_plugin.api.errors import SpecConfigError
 
 ENABLE = "enable"
@@ -70,7 +70,6 @@ def help_text() -> str:
         f"  {PREFIX}{ENABLE}",
         "        the one flag: speculate, losslessly",
     ]
-    for name, field in SpecConfig.model_fields.items():
-        default = "none" if field.default is None else field.default
-        lines += [f"  {PREFIX}{name} ({describe_range(name)}; default {default})", f"        {field.description}"]
+    for name, default, allowed, meaning in described_options():
+        lines += [f"  {PREFIX}{name} ({allowed}; default {default})", f"        {meaning}"]
     return "\n".join([*lines, f"  Lists are comma-separated: {PREFIX}block name,name"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import resolve_name
 from typing import Any
 
 from draft_training.outside import text_part
@@ -13,7 +15,7 @@ from spec_plugin.api.errors import CannotDraft
 from spec_plugin.plan.completable import COMPLETABLE
 from spec_plugin.plan.sources import parsed, source_of
 
-_MODELS = "model_executor/models"
+_MODELS = "vllm.model_executor.models"
 #: of vLLM's registry: the tables of models that generate text
 _TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_BACKEND_MODELS")
 #: what vLLM's class says, by being its subclass, of a model that hands out the hidden states that enter its layers
@@ -115,7 +117,7 @@ def _class_of(architecture: str) -> EngineClass | None:
 
 
 def _above(module: str, name: str, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """Names of the classes above one; ``module`` is dotted, below vLLM's models."""
+    """Names of the classes above one of a module of vLLM's, interfaces among them."""
     if (module, name) in seen:
         return
     seen.add((module, name))
@@ -130,55 +132,35 @@ def _above(module: str, name: str, seen: set[tuple[str, str]]) -> Iterator[str]:
 
 @lru_cache
 def _outline(module: str) -> tuple[dict[str, list[str]], dict[str, tuple[str, str]]]:
-    """The classes of a module with their bases, and where its imported names come from."""
-    file = f"{_MODELS}/{module.replace('.', '/')}"
-    tree = parsed(source_of("vllm", f"{file}.py") or source_of("vllm", f"{file}/__init__.py"))
+    """The classes of a module of vLLM's models with their bases, and where its imported names come from; else nothing."""
     classes: dict[str, list[str]] = {}
     imports: dict[str, tuple[str, str]] = {}
-    package = module if not source_of("vllm", f"{file}.py") else module.rpartition(".")[0]
-    for node in ast.walk(tree):
+    if not module.startswith(f"{_MODELS}."):
+        return classes, imports
+    file, package = module.removeprefix("vllm.").replace(".", "/"), module.rpartition(".")[0]
+    if not (text := source_of("vllm", f"{file}.py")):
+        text, package = source_of("vllm", f"{file}/__init__.py"), module
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.ClassDef):
             classes[node.name] = [b.attr if isinstance(b, ast.Attribute) else ast.unparse(b) for b in node.bases]
-        elif isinstance(node, ast.ImportFrom) and (source := _source(node, package)) is not None:
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
             imports |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
     return classes, imports
 
 
-def _source(node: ast.ImportFrom, package: str) -> str | None:
-    """The module below vLLM's models that is imported from; None: another one."""
-    if not node.level:
-        start = "vllm.model_executor.models."
-        return (node.module or "").removeprefix(start) if (node.module or "").startswith(start) else None
-    parts = package.split(".") if package else []
-    if node.level - 1 > len(parts):
-        return None
-    return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
-
-
 @lru_cache
 def _registry() -> dict[str, tuple[str, str]]:
-    """Of vLLM: module and class of each architecture."""
-    tree = parsed(source_of("vllm", f"{_MODELS}/registry.py"))
-    found: dict[str, tuple[str, str]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _target(node.targets[0]) in _TABLES:
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
-                    module, name = (ast.literal_eval(part) for part in value.elts[:2])
-                    found[str(key.value)] = (str(module), str(name))
-    return found
+    """vLLM's module and class of each architecture that generates text."""
+    text = source_of("vllm", "model_executor/models/registry.py")
+    tables = re.findall(rf"^(?:{'|'.join(_TABLES)}) = {{$(.*?)^}}", text, re.M | re.S)
+    entries = re.findall(r'^    "(\w+)": \(\s*"([\w.]+)",\s*"(\w+)"', "".join(tables), re.M)
+    return {architecture: (f"{_MODELS}.{module}", name) for architecture, module, name in entries}
 
 
 @lru_cache
 def _causal_lms() -> dict[str, str]:
-    """Of transformers: the causal LM of each ``model_type``."""
-    name = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-    tree = parsed(source_of("transformers", "models/auto/modeling_auto.py"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and _target(node.targets[0]) == name and isinstance(node.value, ast.Call):
-            return {str(key): str(value) for key, value in ast.literal_eval(node.value.args[0])}
-    return {}
-
-
-def _target(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
+    """transformers' causal LM of each ``model_type``."""
+    text = source_of("transformers", "models/auto/modeling_auto.py")
+    found = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", text, re.M | re.S)
+    return dict(re.findall(r'\("([\w-]+)", "(\w+)"\)', found[1])) if found else {}

@@ -23,6 +23,12 @@ from spec_plugin.plan.own_folders import disk, own_folder
 logger = logging.getLogger(__name__)
 
 _FILES = ("*.json", "*.safetensors", MASK_EMBEDDING)
+#: what the hub's client raises, and what is said then
+_ANSWERS = {
+    "GatedRepoError": "asks for consent: accept its terms on the hub, and log in",
+    "RevisionNotFoundError": "has no revision {revision}; leave @{revision} out for the newest",
+    "RepositoryNotFoundError": "is not there, or you may not see it: correct the name, or log in if it is private",
+}
 #: owner/name, and a branch, tag or commit
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
@@ -57,12 +63,7 @@ def draft_folder(draft: str, fetch: bool) -> str:
 
 def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     said = f"spec.draft={draft!r}: no folder of that name is here, and the hub's model {repo}"
     try:
@@ -76,19 +77,11 @@ def _of_hub(draft: str, repo: str, revision: str | None, fetch: bool) -> str:
             f"{said} is neither in this machine's cache nor could it be fetched (offline mode, or no "
             f"network): run `hf download {repo}` where there is a network, or give a folder"
         ) from error
-    except GatedRepoError as error:
-        raise SpecConfigError(f"{said} asks for consent: accept its terms on the hub, and log in") from error
-    except RevisionNotFoundError as error:
-        raise SpecConfigError(f"{said} has no revision {revision}; leave @{revision} out for the newest") from error
-    except RepositoryNotFoundError as error:
-        raise SpecConfigError(
-            f"{said} is not there, or you may not see it: correct the name, or log in if it is private"
-        ) from error
     except Exception as error:
         # of the network, whatever the hub's client makes of it; its text may hold a mirror's password
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        what = type(error).__name__ + (f", status {status}" if status is not None else "")
-        raise SpecConfigError(f"{said} could not be fetched: {what}") from None
+        kind, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", None)
+        what = f"could not be fetched: {kind}" + (f", status {status}" if status is not None else "")
+        raise SpecConfigError(f"{said} {_ANSWERS.get(kind, what).format(revision=revision)}") from None
     if not any(folder.glob("*.safetensors")):
         if not fetch:
             raise DraftNotHereError(f"{said} is in this machine's cache only in part: the run fetches the rest")

@@ -6,15 +6,14 @@ There a k that changes makes CUDA graphs piecewise. ``VLLM_USE_V2_MODEL_RUNNER=1
 
 from __future__ import annotations
 
-import ast
-import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from spec_plugin.plan.sources import folder_of, parsed, source_of
+from spec_plugin.plan.sources import folder_of, source_of
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 #: vLLM's V2 model runner loads drafts here: DFlash's, and all others
@@ -40,7 +39,7 @@ A_TRAINED_DRAFT = METHODS["eagle3"]  # where any of them stands for all that tra
 
 @dataclass(frozen=True)
 class Runner:
-    """That of an engine."""
+    """The model runner that an engine gets, and why."""
 
     v2: bool
     why: str
@@ -82,34 +81,13 @@ def _lacking(settings: Mapping[str, Any]) -> str:
     """What this vLLM's V2 runner does not have for this engine; empty: nothing that its sources tell."""
     if not v2_takes_every_k():
         return "a k that changes while it runs"
-    method, served = settings.get("method"), v2_methods()
-    if served and method not in served:
+    gate, method = _function(*_V2_GATE), settings.get("method")
+    served = next((names for names in re.findall(r"\.method not in [(\[{]([^)\]}]*)", gate) if '"eagle3"' in names), "")
+    if served and f'"{method}"' not in served:
         return f"the method {method}"
-    if (
-        settings.get("parallel_drafting")
-        and method not in _OWN_PARALLEL
-        and "parallel_drafting" in _function(*_V2_GATE)[0]
-    ):
+    if settings.get("parallel_drafting") and method not in _OWN_PARALLEL and "parallel_drafting" in gate:
         return "drafts that are made in one pass (P-EAGLE)"
     return ""
-
-
-def v2_methods() -> frozenset[str]:
-    """vLLM's names of the drafting methods that its V2 runner serves; empty where the sources list none."""
-    _, function = _function(*_V2_GATE)
-    for node in ast.walk(function) if function else ():
-        if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.NotIn)):
-            continue
-        left, right = node.left, node.comparators[0]
-        if (
-            isinstance(left, ast.Attribute)
-            and left.attr == "method"
-            and isinstance(right, (ast.Tuple, ast.List, ast.Set))
-        ):
-            names = {n.value for n in right.elts if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-            if "eagle3" in names:  # not that of another question
-                return frozenset(names)
-    return frozenset()
 
 
 def v2_takes_every_k() -> bool:
@@ -130,8 +108,8 @@ def loads_drafts_like_targets(method: str = "eagle3") -> bool:
     Args:
         method: by vLLM's name.
     """
-    source, function = _function(*(_V2_DFLASH_LOADER if method == "dflash" else _V2_LOADER))
-    return function is not None and "draft_load_config" not in source
+    loader = _function(*(_V2_DFLASH_LOADER if method == "dflash" else _V2_LOADER))
+    return bool(loader) and "draft_load_config" not in loader
 
 
 def leaves_a_draft_unread(load_format: str, settings: Mapping[str, Any], device_type: str) -> bool:
@@ -147,18 +125,10 @@ def leaves_a_draft_unread(load_format: str, settings: Mapping[str, Any], device_
     return loads_drafts_like_targets(str(settings.get("method")))
 
 
-def _function(file: str, name: str) -> tuple[str, ast.FunctionDef | None]:
-    """A function of vLLM's, by its source and its tree; empty and None where there is none."""
-    return _function_in(source_of("vllm", file), name)
-
-
-@functools.lru_cache(maxsize=8)
-def _function_in(source: str, name: str) -> tuple[str, ast.FunctionDef | None]:
-    """The same of a text; parsing a file of vLLM's takes a tenth of a second, and a check asks some ten times."""
-    if name not in source:
-        return "", None
-    found = next((n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef) and n.name == name), None)
-    return (ast.get_source_segment(source, found) or "", found) if found else ("", None)
+def _function(file: str, name: str) -> str:
+    """The text of one of vLLM's functions, up to the next definition in its file; empty where there is none."""
+    _, found, rest = source_of("vllm", file).partition(f"def {name}(")
+    return found + re.split(r"\n *(?:def |async def |class |@)", rest)[0]
 
 
 def _has_triton(device_type: str) -> bool:

@@ -12,7 +12,7 @@ from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.plan.refusals import Objection
 
-#: of the environment, before a command
+#: how an environment variable begins that stands before a command: ``NAME=``
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _SHOWN = 100  # characters of a command line in a message
 
@@ -40,7 +40,6 @@ class RunFacts:
     model: Model
     model_option: str  # where the user gives the model
     shape: str  # ranks, engines and how they are split, in words
-    shapes: tuple[str, ...]  # deployment shapes that it uses, as the conformance kit names them
     sleeps: bool = False  # the engine gives its memory back between rollouts
     rollout_in_loss: str = ""  # the option by which rollout log-probs enter the loss; empty: they do not
     bypass: bool = False  # the trainer skips its own log-prob pass

@@ -19,7 +19,7 @@ from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecPluginError
 from spec_plugin.api.events import DraftRefresh, HiddenStates, TargetInfo, WeightSync
 from spec_plugin.api.hookspecs import hookimpl
-from spec_plugin.api.method import KNOWS_NOTHING, Method
+from spec_plugin.api.method import KNOWS_NOTHING, Method, StartingDraft
 from spec_plugin.api.ranks import is_first, on_any_rank, together
 from spec_plugin.policy.held_out import EACH, SHARE, HeldOut
 from spec_plugin.policy.pace import Pace
@@ -51,6 +51,31 @@ def documents_of(hidden: HiddenStates) -> list[Document]:
         tensors = (hidden.input_ids[piece], hidden.aux[piece], hidden.last[piece], hidden.loss_mask[piece])
         out.append(Document(*tensors, policy_version=hidden.policy_version, offset=offset))
     return out
+
+
+def draft_trainer(
+    config: SpecConfig, target: TargetInfo, start: StartingDraft, device: torch.device, offload: bool
+) -> DraftTrainer:
+    """The trainer of a run's draft, with the run's options; it knows no policy yet.
+
+    Args:
+        config: the run's options.
+        target: the policy, and the group of its actors.
+        start: the draft to begin with.
+        device: that it is trained on.
+        offload: between two slices of training, does what training alone needs lie in host memory.
+    """
+    settings = TrainSettings(
+        lr=config.lr,
+        ttt_steps=min(config.k, start.most_unrolled or config.k),
+        logit_cap=logit_cap(target.hf_config, target.file),
+        tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
+        # nobody has taught a policy what follows a placeholder of an image, and the draft sees nothing else of it
+        context_share=0.0 if "vision_config" in target.hf_config else TrainSettings.context_share,
+        offload=offload,
+    )
+    group, tensors = target.actor_group, start.tensors
+    return DraftTrainer(start.config, settings, device=device, seed=config.seed, process_group=group, tensors=tensors)
 
 
 class DraftTraining:
@@ -110,23 +135,7 @@ class DraftTraining:
         config, start = self._config, self._method.draft
         assert start is not None
         device = _device(self._target, event.embed)
-        settings = TrainSettings(
-            lr=config.lr,
-            ttt_steps=min(config.ttt_steps or config.k, start.most_unrolled or config.k),
-            logit_cap=logit_cap(self._target.hf_config, self._target.file),
-            tokens_per_step=config.train_tokens or TRAIN_TOKENS[device.type],
-            # nobody has taught a policy what follows a placeholder of an image, and the draft sees nothing else of it
-            context_share=0.0 if "vision_config" in self._target.hf_config else TrainSettings.context_share,
-            offload=device.type == "cuda",
-        )
-        trainer = DraftTrainer(
-            start.config,
-            settings,
-            device=device,
-            seed=config.seed,
-            process_group=self._target.actor_group,
-            tensors=start.tensors,
-        )
+        trainer = draft_trainer(config, self._target, start, device, offload=device.type == "cuda")
         self._buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
         if start.config.pruned and start.tensors is None:
             self._token_counts = torch.zeros(start.config.vocab_size, dtype=torch.int64)

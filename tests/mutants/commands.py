@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-_READ, _FORMATS, _RUN, _FINDINGS, _STATES, _PANELS, _FIGURES, _PAGE, _BUILD = (
+_READ, _FORMATS, _RUN, _FINDINGS, _STATES, _PANELS, _FIGURES, _BUILD = (
     f"spec_plugin/commands/report/{name}.py"
-    for name in ("read", "formats", "run", "findings", "states", "panels", "figures", "page", "build")
+    for name in ("read", "formats", "run", "findings", "states", "panels", "figures", "build")
 )
 _CONTROLLER = "spec_plugin/policy/break_even/controller.py"
 _COMMAND = "projection/spec_plugin_projection/command.py"
@@ -89,10 +89,10 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/plan/text_files.py",
-        "_chunks",
-        "        if left < 0:\n",
-        "        if False:\n",
-        "a few KiB that unpack to GiB take all of the memory",
+        "lines_of",
+        "    if check_regular(file) > MOST_BYTES:\n",
+        "    if check_regular(file) < 0:\n",
+        "a file of many GiB takes all of the memory",
         ("test_outside.py",),
     ),
     Mutation(
@@ -118,22 +118,6 @@ MUTATIONS = (
         "False",
         "law 8: a hostile file writes the terminal's title",
         ("test_outside.py",),
-    ),
-    Mutation(
-        _READ,
-        "_kind_of",
-        'file.name.endswith((".jsonl", ".jsonl.gz"))',
-        'file.name.endswith(".jsonl")',
-        "packed JSON lines in a folder are passed over",
-        ("test_report_read.py",),
-    ),
-    Mutation(
-        _READ,
-        "_json_lines",
-        "    except _BROKEN as error:\n",
-        "    except EOFError as error:\n",
-        "a file that is packed in name only ends in a traceback",
-        ("test_report_read.py",),
     ),
     Mutation(
         _READ,
@@ -302,14 +286,6 @@ MUTATIONS = (
         '_SETTINGS | {"path.simplify": False} |',
         "the page of a long run is megabytes of noise",
         ("test_report_shown.py::test_a_long_run_takes_as_much_longer_as_it_has_steps_and_a_browser_takes_its_page",),
-    ),
-    Mutation(
-        _PAGE,
-        "_row",
-        'if metric == "spec/acceptance_length" else common',
-        'if metric == "spec/acceptance_length" else run.numbers[1:]',
-        "rewards of different steps stand side by side",
-        ("test_report_shown.py::test_what_stands_side_by_side_is_of_the_same_steps",),
     ),
     Mutation(
         _BUILD,

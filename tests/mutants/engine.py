@@ -93,8 +93,8 @@ MUTATIONS = (
     Mutation(
         _FRONT,
         "EngineFront.self_test",
-        "alpha=config.self_test_alpha / engines",
-        "alpha=config.self_test_alpha",
+        "alpha=_FALSE_ALARM / engines",
+        "alpha=_FALSE_ALARM",
         "correct runs of many engines are stopped more often than declared",
         ("test_front_phase.py",),
     ),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from spec_plugin.commands.adapters import installed_adapters
+from spec_plugin.plan.sources import source_of
 
 #: no run comes to this step; a number beyond it is a time, or no step at all
 MOST_STEPS = 1_000_000
@@ -40,13 +39,9 @@ def log_formats() -> list[LogFormat]:
     Raises:
         pydantic.ValidationError: if one is not as it should be.
     """
-    found = {}
-    for entry in installed_adapters().values():
-        spec = find_spec(entry.module.partition(".")[0])  # of a package alone, so that nothing is imported
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            if (file := Path(folder) / "log.json").is_file():
-                found[file] = LogFormat.model_validate_json(file.read_text())
-    return list(found.values())
+    packages = dict.fromkeys(entry.module.partition(".")[0] for entry in installed_adapters().values())
+    texts = [source_of(package, "log.json") for package in packages]
+    return [LogFormat.model_validate_json(text) for text in texts if text]
 
 
 def step_in(record: object, formats: Sequence[LogFormat]) -> tuple[int, dict[str, float]] | None:

@@ -46,13 +46,14 @@ def panels_of(run: LoggedRun, spans: Sequence[StateSpan]) -> Iterator[Panel]:
 
 
 def together(runs: Sequence[LoggedRun]) -> Iterator[Panel]:
-    """Several runs in the same figures; of asynchronous ones generation per token says nothing.
+    """All runs in the same figures; of asynchronous ones generation per token says nothing.
 
-    A run keeps its place among the lines, and so its colour; its series is empty where it has no such numbers.
+    A run keeps its place among the lines, and so its colour; its series is empty where it has no such numbers. What the plugin
+    logs has figures of each run, too, so these are drawn of several runs alone.
     """
     for name, (title, unit) in SIDE_BY_SIDE.items():
         series = [{} if name == "ms_per_token" and run.overlaps else _settled(run, name) for run in runs]
-        if sum(map(bool, series)) >= (1 if name.startswith("spec/") else 2):
+        if any(series) and not (len(runs) == 1 and name.startswith("spec/")):
             lines = tuple(Line(points, run.name) for points, run in zip(series, runs, strict=True))
             yield Panel(title[0].upper() + title[1:], unit, lines)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from spec_plugin.api.errors import SpecPluginError
+from spec_plugin.api.errors import SpecConfigError, SpecPluginError
 from spec_plugin.commands.report.formats import MOST_STEPS, LogFormat, step_in
 from spec_plugin.commands.report.run import LoggedRun
 from spec_plugin.plan.text_files import lines_of, text_of
@@ -22,8 +21,6 @@ Reader = Callable[[Path, Sequence[LogFormat], list[str]], Iterator[Step]]
 #: where files of steps lie in a folder that was named: in it, or at most three folders below
 _PLACES = ("*", "*/*", "*/*/*", "*/*/*/*")
 _HEADER = 20  # lines within which the first step stands, behind what a logger writes at its start
-#: what is raised by compressed data that was cut off or is none, and by a file without end
-_BROKEN = (EOFError, zlib.error, OSError)
 _SPEC = re.compile(r"(?:^|/)(spec/.+)$")
 
 
@@ -75,10 +72,9 @@ def _kind_of(file: Path, formats: Sequence[LogFormat]) -> tuple[Reader, Path] | 
     for pattern in (form.state_file for form in formats if form.state_file):
         if file.match(Path(pattern).name):
             return _state, file.parent.parent if file.match(pattern) else file.parent
-    if not file.name.endswith((".jsonl", ".jsonl.gz")):
+    if file.suffix != ".jsonl":
         return None
-    name = file.name.removesuffix(".gz").removesuffix(".jsonl")
-    return _json_lines, file.parent if name == "metrics" else file.parent / name
+    return _json_lines, file.parent if file.stem == "metrics" else file.parent / file.stem
 
 
 def _read(name: str, readers: Mapping[Path, Reader], formats: Sequence[LogFormat]) -> LoggedRun:
@@ -128,8 +124,8 @@ def _json_lines(file: Path, formats: Sequence[LogFormat], remarks: list[str]) ->
                 broken.append(number)
             if number >= _HEADER and not any_step:
                 break
-    except _BROKEN as error:
-        remarks.append(f"{file.name}: it is broken or cut off, and was read up to there: {error}")
+    except SpecConfigError as error:  # such as of rollouts of many GiB beside the steps
+        remarks.append(str(error))
     if broken:
         text = f"{len(broken)} of its lines are cut off or hold no step, the first is line {broken[0]}"
         remarks.append(f"{file.name}: {text}")

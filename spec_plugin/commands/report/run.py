@@ -60,9 +60,9 @@ class Spread:
         low, middle, high = np.percentile(known, (25, 50, 75)).tolist()
         return cls(middle, low, high, len(known))
 
-    def text(self, form: str = ".2f", unit: str = "") -> str:
+    def text(self, unit: str = "") -> str:
         """For people: the median and, in brackets, the quartiles."""
-        return f"{self.median:{form}}{unit} ({self.low:{form}}-{self.high:{form}})"
+        return f"{self.median:.2f}{unit} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draft_training import Document, DraftTrainer, HiddenBuffer, TrainSettings
+from draft_training import Document, HiddenBuffer
 from draft_training.checkpoint import replacing_folder
-from draft_training.outside import logit_cap
-from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import TargetInfo
-from spec_plugin.api.method import Method, StartingDraft
+from spec_plugin.api.method import Method
+from spec_plugin.commands.terminal import progress_bar
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout
-from spec_plugin.policy.online_training import TRAIN_TOKENS, documents_of
+from spec_plugin.policy.online_training import documents_of, draft_trainer
 from spec_plugin.trainer.decoder import find_decoder, load_policy
 from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
 from spec_plugin.trainer.taps import Taps
@@ -51,27 +49,30 @@ def train(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, target.dtype) if device.type == "cuda" else torch.float32
     model = _policy(settings.target, dtype).to(device).eval()
-    start, layers = method.draft, method.harvest or ()
+    start, layers, config = method.draft, method.harvest or (), settings.spec
     assert start is not None, method.name
     source = _HiddenStateSource(model, layers, training)
-    trainer = _trainer(settings, start, device, model, training)
-    visits = math.ceil(settings.steps / _STEPS)
-    done = 0
-    buffer = _buffer(settings)
+    trainer = draft_trainer(config, target, start, device, offload=False)
+    trainer.update_policy(*_heads(model), 0)
+    if start.config.pruned and start.tensors is None:
+        sampled = torch.tensor([token for rollout in training for token in rollout.response])
+        trainer.select_vocabulary(torch.bincount(sampled, minlength=start.config.vocab_size))
+    visits, done = math.ceil(settings.steps / _STEPS), 0
+    buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
     if (work / "trainer").exists():
         extra = trainer.load(work / "trainer")
         trainer.update_policy(*_heads(model), 0)
         done = int(extra["visits"])
         source.refill(buffer, done)
         buffer.load_state_dict(extra["buffer"])
-    saved, acceptance = time.monotonic(), 1.0
-    with _bar(visits, done, show) as report_progress:
+    saved = time.monotonic()
+    with progress_bar("training the draft", visits, show, done) as show_done:
         for visit in range(done, visits):
             source.give(buffer, visit)
             trainer.schedule.scale = min(1.0, (visits - visit) / max(1.0, _COOLING * visits))
             report = trainer.train_slice(buffer, math.inf, min(_STEPS, settings.steps - visit * _STEPS))
-            acceptance = report.acceptance_length
-            report_progress(visit + 1, f"{acceptance:.2f} of {trainer.schedule.shallow + 1}")
+            length = f"{report.acceptance_length:.2f} of {trainer.schedule.shallow + 1}"
+            show_done(visit + 1, f"tokens a step {length}")
             if time.monotonic() - saved > _SAVE_EVERY:
                 trainer.save(work / "trainer", {"visits": visit + 1, "buffer": buffer.state_dict()})
                 saved = time.monotonic()
@@ -100,8 +101,8 @@ class _HiddenStateSource:
         # similar lengths together, so that little is padded
         order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt) + len(rollouts[i].response))
         parts = [[rollouts[i] for i in order[at : at + _BATCH]] for at in range(0, len(order), _BATCH)]
-        stride = next(s for s in range(max(1, int(0.618 * len(parts))), len(parts) + 2) if math.gcd(s, len(parts)) == 1)
-        self._parts = [parts[i * stride % len(parts)] for i in range(len(parts))]  # short and long ones mixed
+        random.Random(0).shuffle(parts)  # short and long ones in turn
+        self._parts = parts
 
     def give(self, buffer: HiddenBuffer, visit: int) -> None:
         """Add the hidden states of the batch that is due at this visit; batches repeat in turn."""
@@ -133,38 +134,5 @@ class _HiddenStateSource:
         return [] if hidden is None else documents_of(hidden)
 
 
-def _trainer(
-    settings: PretrainSettings,
-    start: StartingDraft,
-    device: torch.device,
-    model: Any,
-    training: Sequence[TokenizedRollout],
-) -> DraftTrainer:
-    how = TrainSettings(
-        ttt_steps=settings.k,
-        logit_cap=logit_cap(model.config.to_dict()),
-        tokens_per_step=settings.train_tokens or TRAIN_TOKENS[device.type],
-    )
-    trainer = DraftTrainer(start.config, how, device=device, seed=settings.seed, tensors=start.tensors)
-    trainer.update_policy(*_heads(model), 0)
-    if start.config.pruned and start.tensors is None:
-        sampled = torch.tensor([token for r in training for token in r.response])
-        trainer.select_vocabulary(torch.bincount(sampled, minlength=start.config.vocab_size))
-    return trainer
-
-
 def _heads(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-
-
-def _buffer(settings: PretrainSettings) -> HiddenBuffer:
-    defaults = SpecConfig.parse({})
-    return HiddenBuffer(defaults.buffer_tokens, defaults.buffer_mb << 20, settings.seed)
-
-
-@contextmanager
-def _bar(visits: int, done: int, show: bool) -> Iterator[Any]:
-    columns = (TextColumn("training the draft"), BarColumn(), TextColumn("tokens a step {task.fields[length]}"))
-    with Progress(*columns, TimeRemainingColumn(), disable=not show) as progress:
-        bar = progress.add_task("train", total=visits, completed=done, length="–")
-        yield lambda visit, length: progress.update(bar, completed=visit, length=length)

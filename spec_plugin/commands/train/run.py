@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -15,21 +14,19 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
-from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecConfigError, SpecPluginError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.method import Method
+from spec_plugin.commands.terminal import progress_bar
 from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, read_rollouts
 from spec_plugin.engine.vllm.offline import lines_of
 from spec_plugin.lifecycle.manager import built_in_method
 from spec_plugin.plan.refusals import read_json
-from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step
+from spec_plugin.step_cost.chances import conditional_acceptance
 
 #: prompts sampled between two writes: what a kill costs at most
 _CHUNK = 64
@@ -41,16 +38,10 @@ _HELD_OUT = 64
 
 @dataclass(frozen=True)
 class TrainedDraft:
-    """A trained draft, with its predicted and its measured acceptance."""
+    """How many tokens of a trained draft are accepted, by its training and by the engine."""
 
-    draft: Path
     predicted: tuple[float, ...]  # [k] chance of each drafted token, given those before it, on rollouts not trained on
     measured: tuple[float, ...]  # the same, by the engine, on samples of the same prompts
-    k: int
-
-    def length(self, chances: tuple[float, ...], k: int) -> float:
-        """Acceptance length at ``k``, bonus token included."""
-        return tokens_per_step(chances, k)
 
 
 def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
@@ -68,7 +59,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     """
     _check(settings)
     target = _target(settings)
-    method = built_in_method(_spec(settings), target, fetch=True)
+    method = built_in_method(settings.spec, target, fetch=True)
     assert method is not None, "the default one is ours"
     begun = _work_of(settings).exists()
     work = _work_folder(settings)
@@ -84,7 +75,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
 
     predicted = train(settings, target, method, training, held_out, work, show)
     measured = _measured(settings, work, held_out, method)
-    outcome = TrainedDraft(settings.out, predicted, measured, settings.k)
+    outcome = TrainedDraft(predicted, measured)
     _finish(settings, work, outcome, len(rollouts))
     return outcome
 
@@ -121,18 +112,6 @@ def _target(settings: PretrainSettings) -> TargetInfo:
             "correct it there"
         )
     return TargetInfo(path=str(settings.target), hf_config=hf, dtype=dtype)
-
-
-def _spec(settings: PretrainSettings) -> SpecConfig:
-    return SpecConfig.parse(
-        {
-            "k": settings.k,
-            "draft": settings.draft,
-            "draft_vocab_size": settings.draft_vocab_size,
-            "seed": settings.seed,
-        },
-        prefix="--",
-    )
 
 
 def _work_of(settings: PretrainSettings) -> Path:
@@ -195,7 +174,7 @@ def _rollouts(settings: PretrainSettings, target: TargetInfo, work: Path, show: 
     out = work / "rollouts.jsonl"
     if lines_of(out) < len(asked):
         task = _task(settings, asked, out) | {"chunk": _CHUNK}
-        _in_engine("sample", task, work, ("sampling from the policy", out, len(asked)) if show else None)
+        _in_engine("sample", task, work, len(asked) if show else 0)
     return read_rollouts([out], tokenizer, vocabulary)
 
 
@@ -221,13 +200,7 @@ def _split(rollouts: Sequence[TokenizedRollout]) -> tuple[list[TokenizedRollout]
 
 
 def _task(settings: PretrainSettings, prompts: list[list[int]], out: Path) -> dict[str, Any]:
-    engine = {
-        "seed": settings.seed,
-        "max_num_seqs": _CHUNK,
-        "max_model_len": max(map(len, prompts)) + settings.tokens + settings.k + 1,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "skip_tokenizer_init": True,
-    }
+    """What the engine's process is told, whatever it does."""
     return {
         "target": str(settings.target),
         "prompts": prompts,
@@ -235,19 +208,30 @@ def _task(settings: PretrainSettings, prompts: list[list[int]], out: Path) -> di
         "tokens": settings.tokens,
         "temperature": settings.temperature,
         "seed": settings.seed,
-        "engine": engine,
+        "engine": {
+            "seed": settings.seed,
+            "max_num_seqs": _CHUNK,
+            "max_model_len": max(map(len, prompts)) + settings.tokens + settings.k + 1,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "skip_tokenizer_init": True,
+        },
     }
 
 
-def _in_engine(do: str, task: dict[str, Any], work: Path, shown: tuple[str, Path, int] | None) -> None:
-    """Run a task in a process of its own, with a bar of the lines that it writes."""
-    file, log = work / f"{do}.json", work / f"{do}.log"
+def _in_engine(do: str, task: dict[str, Any], work: Path, lines: int = 0) -> None:
+    """Run a task in a process of its own; of one that writes so many lines with a bar."""
+    file, log, written = work / f"{do}.json", work / f"{do}.log", Path(task["out"])
     file.write_text(json.dumps({"do": do, **task}))
     command = [sys.executable, "-m", "spec_plugin.engine.vllm.offline", str(file)]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ})
+    with log.open("w") as out, progress_bar("sampling from the policy", lines, lines > 0) as show_done:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
-            _watch(process, shown)
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=0.5)
+                if lines and written.exists():
+                    done = written.read_bytes().count(b"\n")
+                    show_done(done, f"{done}/{lines}")
         finally:
             if process.poll() is None:
                 process.kill()
@@ -259,20 +243,6 @@ def _in_engine(do: str, task: dict[str, Any], work: Path, shown: tuple[str, Path
         )
 
 
-def _watch(process: subprocess.Popen[bytes], shown: tuple[str, Path, int] | None) -> None:
-    label, file, total = shown or ("", Path(), 1)
-    columns = (TextColumn(label), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
-    with Progress(*columns, disable=shown is None) as progress:
-        bar = progress.add_task(label, total=total)
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.5)
-            if shown is not None and file.exists():
-                progress.update(bar, completed=file.read_bytes().count(b"\n"))
-            if process.poll() is not None:
-                return
-
-
 def _measured(
     settings: PretrainSettings, work: Path, held_out: list[TokenizedRollout], method: Method
 ) -> tuple[float, ...]:
@@ -281,7 +251,7 @@ def _measured(
     if not out.exists():
         task = _task(settings, [list(r.prompt) for r in held_out], out)
         speculative = dict(method.settings) | {"model": str(work / "draft")}
-        _in_engine("measure", task | {"speculative": speculative}, work, None)
+        _in_engine("measure", task | {"speculative": speculative}, work)
     found = _left(out)
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
 

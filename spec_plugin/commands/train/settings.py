@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from spec_plugin.api.config import SpecConfig
+
 
 @dataclass(frozen=True)
 class PretrainSettings:
@@ -24,3 +26,13 @@ class PretrainSettings:
     train_tokens: int | None = None  # of an optimizer step; None: as in a run
     gpu_memory_utilization: float = 0.85
     seed: int = 0
+
+    @property
+    def spec(self) -> SpecConfig:
+        """The options of a run that would train such a draft.
+
+        Raises:
+            SpecConfigError: naming the option of this command that a run does not take.
+        """
+        names = ("k", "draft", "draft_vocab_size", "train_tokens", "seed")
+        return SpecConfig.parse({name: getattr(self, name) for name in names}, prefix="--")

@@ -126,7 +126,7 @@ class _Reader:
     vocabulary: int | None
 
     def prompt(self, entry: Any, where: str) -> list[int]:
-        """Of a row, or of a prompt that stands for itself."""
+        """Token ids of a row's prompt, or of a prompt that stands for itself."""
         value = _first(entry, _PROMPT) if isinstance(entry, Mapping) else entry
         if value is None:
             raise SpecConfigError(
@@ -138,7 +138,7 @@ class _Reader:
         return ids
 
     def ids(self, value: Any, where: str) -> list[int]:
-        """Of a text, chat messages or token ids."""
+        """Token ids of a text or of chat messages; what are token ids already is checked."""
         if isinstance(value, str):
             return self._tokens(value, where)
         try:

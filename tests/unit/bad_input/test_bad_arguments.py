@@ -40,7 +40,6 @@ OPTIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("train_share", INFINITE, ("=inf", "finite", "<= 0.5")),
     ("refresh_timeout_s", "inf", ("='inf'", "finite", "<= 86400")),
     ("gate_timeout_s", 1e12, ("=1000000000000.0", "<= 604800")),
-    ("self_test_alpha", NAN, ("=nan", "finite", "<= 0.05")),
     ("buffer_mb", 10**30, ("=1000", "<= 16777216")),
     ("memory_tokens", 2**63, (f"={2**63}", "<= 17179869184")),
     ("draft_vocab_size", 10**18, ("=1000", "<= 16777216")),
@@ -49,7 +48,7 @@ OPTIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("aux_layers", ["two"], ("='two'", "list or none")),
     ("block", "metrics", ("='metrics'", "list")),
     ("plugins", {"a": 1}, ("={'a': 1}", "list")),
-    ("rejection_sample_method", "synthetic", ("='synthetic'", "standard | block")),
+    ("draft_sample_method", "synthetic", ("='synthetic'", "greedy | probabilistic")),
     ("darft", "x", ("unknown option", "='x'", "did you mean spec.draft?")),
     ("k ", 3, ("unknown option", "=3", "did you mean spec.k?")),
 )
@@ -67,15 +66,6 @@ def test_a_bad_option_is_named_with_its_value_and_what_is_allowed(
 def test_an_option_that_is_infinite_on_purpose_is_taken() -> None:
     found = SpecConfig.parse({"logprob_tolerance": INFINITE, "seed": str(2**63 - 1)})
     assert found.logprob_tolerance == INFINITE and found.seed == 2**63 - 1
-
-
-def test_an_option_that_there_was_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert SpecConfig.parse({"replay_share": "0.5", "k": 5}, "--spec.") == SpecConfig(k=5)
-    (record,) = caplog.records
-    assert (
-        record.getMessage()
-        == "spec-plugin: the option --spec.replay_share='0.5' is ignored: it is always 0.25 now; remove it"
-    )
 
 
 def test_a_long_value_is_cut_short() -> None:
@@ -189,11 +179,6 @@ ROLLOUT = "actor_rollout_ref.rollout."
 @pytest.mark.parametrize(
     ("custom", "parts"),
     [
-        ({"sepc": {"k": 5}}, ("custom.sepc.k=5", "custom.spec.k")),
-        ({"Spec": {"k": 5}}, ("custom.Spec.k=5", "custom.spec.k")),
-        ({"specs": {"serve": "never"}}, ("custom.specs.serve=never", "custom.spec.serve")),
-        ({"spec_plugin": {"k": 5}}, ("custom.spec_plugin.k=5", "custom.spec.k")),
-        ({"other": {"spec": {"draft": "x"}}}, ("custom.other.spec.draft=x", "custom.spec.draft")),
         ({"spec": {"spec": {"k": 5}}}, ("unknown option", "custom.spec.spec=")),
         ({"spec": 5}, ("custom.spec.*", "5")),
         ({"spec": ["k=5"]}, ("custom.spec.*", "['k=5']")),
@@ -211,9 +196,26 @@ def test_a_bad_option_in_verls_spelling_is_named(custom: Any, parts: tuple[str, 
     assert not list(missing(str(refused.value), *parts)), refused.value
 
 
+@pytest.mark.parametrize(
+    ("custom", "parts"),
+    [
+        ({"sepc": {"k": 5}}, ("custom.sepc.k=5", "custom.spec.k")),
+        ({"Spec": {"k": 5}}, ("custom.Spec.k=5", "custom.spec.k")),
+        ({"specs": {"serve": "never"}}, ("custom.specs.serve=never", "custom.spec.serve")),
+        ({"spec_plugin": {"k": 5}}, ("custom.spec_plugin.k=5", "custom.spec.k")),
+        ({"other": {"spec": {"draft": "x"}}}, ("custom.other.spec.draft=x", "custom.spec.draft")),
+    ],
+    ids=str,
+)
+def test_an_option_under_another_name_is_an_objection(custom: Any, parts: tuple[str, ...]) -> None:
+    (objection,) = verl.misplaced({"actor_rollout_ref": {"rollout": {"custom": custom}}})
+    assert not list(missing(str(objection), *parts)), objection
+
+
 def test_somebody_elses_part_of_custom_is_left_alone() -> None:
     custom = {"special": {"a": 1}, "spec_x": {"depth": 3}, "mine": {"k": 5}, "spec": {"k": 5}}
     assert verl.read_config(SimpleNamespace(custom=custom)).k == 5
+    assert not list(verl.misplaced({"actor_rollout_ref": {"rollout": {"custom": custom}}}))
 
 
 @needs_verl

@@ -8,14 +8,14 @@ import pytest
 from builders.paths import ROOT
 
 from spec_plugin.commands import doctor, graphs
-from spec_plugin.commands.graphs import graphs_of, never_run
+from spec_plugin.commands.graphs import NEVER_RUN, graphs_of
 from spec_plugin.plan.model_runner import Runner
 
 V1, V2 = Runner(False, "a test"), Runner(True, "a test")
 
 
 def test_the_list_of_what_never_ran_on_a_gpu_is_where_it_is_said_to_be() -> None:
-    (file, heading) = re.findall(r"(docs/\S+\.md)#(\S+)", never_run("cuda"))[0]
+    (file, heading) = re.findall(r"(docs/\S+\.md)#(\S+)", NEVER_RUN["cuda"])[0]
     titles = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), re.MULTILINE)
     assert heading in [title.lower().replace(" ", "-") for title in titles]
 
@@ -53,7 +53,7 @@ def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         "none, vLLM will refuse to start: it lacks it (suffix)",
     ):
         assert said in runner.detail
-    assert never.detail == never_run("cuda")
+    assert never.detail == NEVER_RUN["cuda"]
     monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
     runner, never = doctor.examine_engine()
     assert (runner.state, never.state) == ("ok", "ok") and "graphs" not in runner.detail

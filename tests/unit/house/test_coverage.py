@@ -15,7 +15,7 @@ from spec_plugin_conformance.targets import tiny_targets
 
 from draft_training import DraftConfig, DraftConfigError
 from examples.bench import coverage
-from spec_plugin.commands.judgement import Judgement
+from spec_plugin.commands.forecast import Judgement
 from spec_plugin.plan.engine_class import engine_class, unreadable
 from spec_plugin.plan.refusals import Objection
 from spec_plugin.plan.run_plan import Model
@@ -64,7 +64,7 @@ def test_a_line_is_judged_by_the_check_of_its_trainer(monkeypatch: pytest.Monkey
     def judge_run(trainer: str, arguments: list[str], find: Any) -> Judgement:
         asked.append((trainer, arguments, find("org/Qwen3-8B").config["model_type"]))
         objection = Objection("k", "1", "a reason", "why", "what else")
-        return Judgement("verl", (objection, objection), {"method": "x"})
+        return Judgement("verl", (objection, objection), {"shape": "x"})
 
     monkeypatch.setattr(coverage, "judge_run", judge_run)
     monkeypatch.setattr(coverage, "find_check", lambda trainer: None)

@@ -19,11 +19,9 @@ READERS = {"spec_plugin/plan/text_files.py", "draft_training/files.py"}
 OWN = {
     "spec_plugin/policy/exactness/plugin.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
     "spec_plugin/policy/provenance/guard.py: spec_load": "of this run's own checkpoint; what cannot be read is draft trouble",
-    "spec_plugin/commands/report/formats.py: log_formats": "of an installed adapter's package",
     "spec_plugin/commands/report/page.py: to_html": "of this package",
     "spec_plugin/commands/report/read.py: _records": "of tensorboard's events, record by record; the file was looked at before",
     "spec_plugin/commands/train/run.py: _in_engine": "of the command's own folder",
-    "spec_plugin/commands/train/run.py: _watch": "of the command's own folder",
     "spec_plugin/commands/train/run.py: _finish": "of the command's own folder",
     "spec_plugin/engine/vllm/offline.py: sample": "written by its own parent process",
     "spec_plugin/engine/vllm/offline.py: lines_of": "written by itself",

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import random
@@ -47,33 +46,6 @@ def test_every_adapter_says_how_its_trainer_writes_down_steps(monkeypatch):
     entries = {name: metadata.EntryPoint(name, f"spec_plugin_{name}", ADAPTER_GROUP) for name in ours}
     monkeypatch.setattr(formats, "installed_adapters", lambda: entries)
     assert sorted(form.trainer for form in log_formats()) == ["OpenRLHF", "TRL", "verl"]
-
-
-def test_what_was_packed_is_read_like_what_was_not(tmp_path):
-    with gzip.open(tmp_path / "metrics.jsonl.gz", "wt") as packed:
-        packed.write("".join(lines("verl-flag")))
-    for path in (tmp_path, tmp_path / "metrics.jsonl.gz"):
-        assert read(path).steps == read(DATA / "verl-flag").steps
-
-
-def test_what_is_packed_in_name_only_is_said_to_be(tmp_path):
-    (tmp_path / "train.jsonl.gz").write_text("{}\n")
-    with pytest.raises(ReportError, match=r"it is broken or cut off.*Not a gzipped file"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(("kept", "steps"), [(3500, 1), (8, 0), (0, 0)])
-def test_a_packed_file_that_was_cut_off_is_read_up_to_there_and_that_is_said(tmp_path, kept, steps):
-    whole = gzip.compress("".join(lines("verl-flag")).encode())
-    (tmp_path / "metrics.jsonl.gz").write_bytes(whole[:kept])
-    if steps:
-        run = read(tmp_path)
-        assert len(run.numbers) >= steps and any(
-            "it is broken or cut off, and was read up to there" in r for r in run.remarks
-        )
-    else:
-        with pytest.raises(ReportError, match="broken or cut off" if kept else "no step"):
-            read(tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -226,7 +198,7 @@ def test_json_lines_named_by_experiment_are_runs_of_their_own(tmp_path):
     assert [run.name for run in read_runs(tmp_path, FORMATS)] == ["first", "second"]
 
 
-@pytest.mark.parametrize("name", ["train.log", "nohup.txt", "train.log.gz", "weights.safetensors"])
+@pytest.mark.parametrize("name", ["train.log", "nohup.txt", "metrics.jsonl.gz", "weights.safetensors"])
 def test_of_a_file_that_is_none_of_steps_it_is_said_what_to_log_instead(tmp_path, name):
     (tmp_path / name).write_text("step:1 - actor/lr:1.0\n")
     for path in (tmp_path / name, tmp_path):

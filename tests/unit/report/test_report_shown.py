@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from builders.paths import ROOT
 from builders.report import DATA
 from click.testing import CliRunner
@@ -15,9 +16,8 @@ from click.testing import CliRunner
 from spec_plugin.commands.cli import main
 from spec_plugin.commands.report import make_report, to_html
 from spec_plugin.commands.report.figures import draw
-from spec_plugin.commands.report.panels import drafted_ks, together
-from spec_plugin.commands.report.run import Spread
-from spec_plugin.commands.report.states import spans_of
+from spec_plugin.commands.report.panels import Line, Panel, drafted_ks, panels_of, together
+from spec_plugin.commands.report.states import StateSpan, spans_of
 
 RUNS = [DATA / name for name in ("verl-flag", "verl-plain", "trl-untrained")]
 
@@ -53,12 +53,22 @@ def test_after_a_failure_nothing_is_shown_as_drafted():
     assert not any(drafted.values())
 
 
-def test_what_stands_side_by_side_is_of_the_same_steps():
-    report = make_report(RUNS[:2])
-    page = to_html(report)
-    assert "of the steps that all runs have, without the first: 2 to 8" in page
-    flag, plain = (Spread.of(run.steps[s]["reward"] for s in range(2, 9)) for run in report.runs)
-    assert f"<td>{flag.text()}</td>" in page and f"<td>{plain.text()}</td>" in page
+def test_of_one_run_alone_what_its_trainer_logs_is_drawn_too_and_nothing_twice():
+    (run,) = make_report(RUNS[:1]).runs
+    own = {panel.title for panel in panels_of(run, spans_of(run))}
+    alone = [panel.title for panel in together([run])]
+    assert {"Whole step", "Reward"} <= set(alone) and not own.intersection(alone)
+
+
+@pytest.mark.parametrize("spans", [1, 2, 1500])
+def test_a_run_that_goes_on_and_off_is_shaded_in_one_shape(spans):
+    """A shape for each span took twelve seconds of a page; the axis is as long as the run."""
+    panel = Panel("Loss", "nats", (Line({3: 1.0, 4: 2.0}, "loss"),))
+    states = [StateSpan(i, i, ("on", "off")[i % 2], None, "") for i in range(1, spans + 1)]
+    begin = time.process_time()
+    figure = draw(panel, "", states)
+    assert time.process_time() - begin < 2.0
+    assert figure.count("PolyCollection_") == 1
 
 
 def test_the_first_step_which_starts_things_up_flattens_no_figure_of_times():

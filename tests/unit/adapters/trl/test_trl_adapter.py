@@ -14,8 +14,8 @@ from spec_plugin_trl import check as check_module
 from spec_plugin_trl import flag, options
 
 from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.commands.check import find_model
 from spec_plugin.commands.forecast import judge
-from spec_plugin.commands.judgement import find_model
 from spec_plugin.plan.run_plan import Model, RunPlan
 
 ON = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": True}
@@ -68,9 +68,9 @@ def test_every_option_is_in_the_dataclass_for_trls_parser() -> None:
 
 
 def test_lists_are_split_none_is_none_and_quotes_keep_a_path_together(monkeypatch: Any) -> None:
-    monkeypatch.setenv(flag.FLAG, "1 block=pace,metrics draft='a folder/x' ttt_steps=none aux_layers=none")
+    monkeypatch.setenv(flag.FLAG, "1 block=pace,metrics draft='a folder/x' train_tokens=none aux_layers=none")
     found = flag.options()
-    assert list(found.block) == ["pace", "metrics"] and found.draft == "a folder/x" and found.ttt_steps is None
+    assert list(found.block) == ["pace", "metrics"] and found.draft == "a folder/x" and found.train_tokens is None
     assert found.aux_layers is None
 
 
