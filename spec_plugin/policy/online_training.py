@@ -23,6 +23,8 @@ from spec_plugin.api.method import KNOWS_NOTHING, Method
 from spec_plugin.api.ranks import is_first, on_any_rank, together
 from spec_plugin.policy.held_out import EACH, SHARE, HeldOut
 from spec_plugin.policy.pace import Pace
+from spec_plugin.policy.proposals import Proposals
+from spec_plugin.step_cost.chances import tokens_per_step
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 #: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 #: beside a draft in a checkpoint: the chance of each drafted token that training predicts, so that a resumed run drafts at once
-_CHANCES = "expected_chances"
+_CHANCES, _TEMPERATURE = "expected_chances", "draft_temperature"
 #: share of the first text that an untrained draft is judged on, which it therefore does not train on in that slice
 _HELD_BACK = 0.125
 
@@ -60,7 +62,6 @@ class DraftTraining:
         self._trainer: DraftTrainer | None = None
         self._buffer: HiddenBuffer | None = None
         self._slice: SliceReport | None = None
-        self._held_out = HeldOut()
         self._pace = Pace()
         self._resume_from: Path | None = None
         self._promised: tuple[float, ...] = ()  # of a draft that was resumed, until it is judged anew
@@ -70,6 +71,12 @@ class DraftTraining:
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """Keep the options; the draft is built at the first weight sync, when the policy's embedding is known."""
         self._config, self._target, self._method = config, target, method
+        self._begin_to_measure()
+
+    def _begin_to_measure(self) -> None:
+        """Nothing is known of the draft yet."""
+        self._proposals = Proposals(self._config, self._target, self._method)
+        self._held_out = HeldOut(self._proposals)
 
     @hookimpl(wrapper=True)
     def spec_recover(self) -> Generator[None, Any, Any]:
@@ -79,7 +86,8 @@ class DraftTraining:
         counts = self._token_counts is not None
         lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
         self._slice = None
-        self._held_out, self._pace, self._promised = HeldOut(), Pace(), ()
+        self._begin_to_measure()
+        self._pace, self._promised = Pace(), ()
         if lacks or (counting and counted):
             self._trainer = self._buffer = self._token_counts = None
         elif self._trainer is not None:
@@ -134,6 +142,7 @@ class DraftTraining:
         if resumes:
             saved = trainer.load(self._resume_from or "")  # the first rank reads
             self._promised = tuple(saved.get(_CHANCES, ()))
+            self._proposals.resume(saved.get(_TEMPERATURE))
             self._token_counts = None
         return trainer
 
@@ -196,6 +205,7 @@ class DraftTraining:
             tensors=tensors,
             digest=digest(tensors) if self._config.audit else fingerprint(tensors),
             expected_chances=self._chances,
+            draft_temperature=self._proposals.draft_temperature,
         )
 
     @hookimpl
@@ -203,9 +213,15 @@ class DraftTraining:
         """Loss, predicted acceptance and cost of the last slice."""
         if self._slice is None or self._buffer is None or self._trainer is None:
             return {}
-        return {
+        report = self._held_out.report
+        of_text: dict[str, float] = {}
+        if report is not None and self._proposals.rollout_temperature is not None:
+            of_text["spec/entropy"] = report.proposals.mean_entropy
+            of_text["spec/ceiling"] = tokens_per_step((*report.proposals.ceiling, 0.0), self._config.k)
+        return of_text | {
             "spec/draft_loss": self._slice.loss,
-            "spec/expected_acceptance": report.acceptance_length if (report := self._held_out.report) else 1.0,
+            "spec/draft_temperature": self._proposals.draft_temperature,
+            "spec/expected_acceptance": report.acceptance_length if report else 1.0,
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_share": self._config.train_share * self._pace.share,
             "spec/train_steps": float(self._slice.steps),
@@ -216,7 +232,8 @@ class DraftTraining:
     def spec_save(self, path: Path) -> None:
         """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
         if self._trainer is not None:
-            self._trainer.save(path / "draft", {_CHANCES: self._chances})
+            about = {_CHANCES: self._chances, _TEMPERATURE: self._proposals.draft_temperature}
+            self._trainer.save(path / "draft", about)
 
     @property
     def _chances(self) -> tuple[float, ...]:

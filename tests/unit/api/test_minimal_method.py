@@ -29,7 +29,7 @@ def config(**options: object) -> SpecConfig:
 
 def test_a_session_drafts_with_it() -> None:
     session = SpecSession(config(k=4), TARGET)
-    check_speculative_config(session.method.speculative_config(), device_type="cpu")
+    check_speculative_config(session.method.speculative_config())
     assert session.method.name == "repeats" and session.method.ready and session.method.ragged
     assert not session.failed
 

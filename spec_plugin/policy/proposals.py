@@ -1,0 +1,79 @@
+"""How the engine's draft proposes tokens: its likeliest ones, or draws from it at some temperature, as training's replay says."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+from draft_training import DRAFT_TEMPERATURES, Evaluation
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.method import Method
+from spec_plugin.step_cost.chances import tokens_per_step
+
+logger = logging.getLogger(__name__)
+
+#: what another temperature must promise, as a factor of what the present one does, in each of so many measurements in a row
+_WORTH_IT, _IN_A_ROW = 1.03, 2
+#: drafted tokens at which promises are compared, besides ``spec.k``: what the controller serves lies between
+_FEW = 3
+
+
+class Proposals:
+    """The draft temperature that the next refresh brings to the engines."""
+
+    def __init__(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
+        sampled = method.settings.get("draft_sample_method") == "probabilistic"
+        self._k = config.k
+        #: as a factor of the rollouts' temperature; 0: the draft's likeliest tokens
+        self.draft_temperature = 1.0 if sampled else 0.0
+        #: of the rollouts, if training is to replay what samples and choose; None: the engine or the user has chosen
+        self.rollout_temperature: float | None = None
+        temperature = float(target.sampling.get("temperature", 1.0))
+        if sampled and config.draft_sample_method == "auto" and temperature > 0.0 and not target.truncated:
+            self.rollout_temperature = temperature
+        self._better: tuple[float, int] = (
+            self.draft_temperature,
+            0,
+        )  # one that promised more lately, and how often in a row
+        self._judged = False
+
+    def resume(self, draft_temperature: float | None) -> None:
+        """Go on with the temperature of a checkpoint, if this run may choose it."""
+        if self.rollout_temperature is not None and draft_temperature in DRAFT_TEMPERATURES:
+            self._judged, self.draft_temperature = True, float(draft_temperature)
+
+    def judged(self, found: Evaluation) -> Evaluation:
+        """Take over what the draft would have made; the answer tells of the proposals that are chosen now."""
+        if self.rollout_temperature is not None:
+            self._choose({t: self._worth(found.proposals.chances(t)) for t in DRAFT_TEMPERATURES})
+        known = self.draft_temperature if self.rollout_temperature is not None else 0.0
+        return replace(found, draft_temperature=known)
+
+    def _choose(self, worth: dict[float, float]) -> None:
+        best, now = max(worth, key=worth.__getitem__), self.draft_temperature
+        if worth[best] < _WORTH_IT * worth[now]:
+            self._better = (now, 0)
+            return
+        before, times = self._better
+        self._better = (best, times + 1 if before == best else 1)
+        if self._judged and self._better[1] < _IN_A_ROW:
+            return
+        self._judged, self.draft_temperature, self._better = True, best, (best, 0)
+        logger.info(
+            "spec-plugin: the draft proposes %s: %.2f tokens a step by training's replay, %.2f %s",
+            *(in_words(best), worth[best], worth[now], in_words(now)),
+        )
+
+    def _worth(self, chances: tuple[float, ...]) -> float:
+        """Tokens a step, between few drafted tokens and as many as may be."""
+        few = min(_FEW, self._k)
+        return math.sqrt(tokens_per_step((*chances, 0.0), few) * tokens_per_step((*chances, 0.0), self._k))
+
+
+def in_words(draft_temperature: float) -> str:
+    """A draft temperature, for a person."""
+    return (
+        f"draws at {draft_temperature:g} of the rollouts' temperature" if draft_temperature else "its likeliest tokens"
+    )
