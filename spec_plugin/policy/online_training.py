@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,9 @@ class DraftTraining:
         if knows and held_out.measure(trainer, k, lambda: buffer.newest(tokens, EACH)) and held_out.report is not None:
             self._pace.judged(held_out.report.acceptance_length, k + 1.0)
         if unseen and not self._method.newborn:
-            unseen = held_out.report is not None and held_out.report.acceptance_length < KNOWS_NOTHING
+            # by its likeliest tokens: of a flat policy's tokens any draft would draw some
+            greedy = held_out.report and replace(held_out.report, draft_temperature=0.0)
+            unseen = greedy is not None and greedy.acceptance_length < KNOWS_NOTHING
             if unseen:  # such as a layer that was never trained
                 trainer.schedule.restart()
         # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be measured at once

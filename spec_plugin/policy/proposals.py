@@ -9,7 +9,7 @@ from dataclasses import replace
 from draft_training import DRAFT_TEMPERATURES, Evaluation
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.events import TargetInfo
-from spec_plugin.api.method import Method
+from spec_plugin.api.method import KNOWS_NOTHING, Method
 from spec_plugin.step_cost.chances import tokens_per_step
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Proposals:
             self.draft_temperature,
             0,
         )  # one that promised more lately, and how often in a row
-        self._judged = False
+        self._judged = False  # was it ever by a draft that knows something
 
     def resume(self, draft_temperature: float | None) -> None:
         """Go on with the temperature of a checkpoint, if this run may choose it."""
@@ -52,15 +52,16 @@ class Proposals:
         return replace(found, draft_temperature=known)
 
     def _choose(self, worth: dict[float, float]) -> None:
-        best, now = max(worth, key=worth.__getitem__), self.draft_temperature
+        best, now, first = max(worth, key=worth.__getitem__), self.draft_temperature, not self._judged
+        self._judged |= worth[best] >= KNOWS_NOTHING
         if worth[best] < _WORTH_IT * worth[now]:
             self._better = (now, 0)
             return
         before, times = self._better
         self._better = (best, times + 1 if before == best else 1)
-        if self._judged and self._better[1] < _IN_A_ROW:
+        if not first and self._better[1] < _IN_A_ROW:
             return
-        self._judged, self.draft_temperature, self._better = True, best, (best, 0)
+        self.draft_temperature, self._better = best, (best, 0)
         logger.info(
             "spec-plugin: the draft proposes %s: %.2f tokens a step by training's replay, %.2f %s",
             *(in_words(best), worth[best], worth[now], in_words(now)),
