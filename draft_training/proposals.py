@@ -32,18 +32,36 @@ _OVER = 0.01
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """How the rollouts sample from the policy."""
+
+    temperature: float = 1.0  # above 0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """[C, V] of logits [C, V]: as vLLM has it, temperature first, then the likeliest k, then the fewest that hold p."""
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k, dim=-1).values[:, -1:], -torch.inf)
+        if self.top_p < 1.0:
+            ranked, order = logits.softmax(-1).sort(-1, descending=True)
+            beyond = (ranked.cumsum(-1) - ranked) >= self.top_p
+            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+        return logits.log_softmax(-1)
+
+
+@dataclass(frozen=True)
 class ProposalStats:
     """Raw sums of one or more batches, to be added across batches and ranks before dividing. All float64.
 
-    Line 0 belongs to greedy proposals. Where the rollouts' temperature was told, the next ones belong to the rest of
+    Line 0 belongs to greedy proposals. Where it was told how the rollouts sample, the next ones belong to the rest of
     ``DRAFT_TEMPERATURES``, and the last one to a perfect draft that proposes the policy's likeliest token.
     """
 
     accepted: Tensor  # [L, J] expected rounds whose first j + 1 drafted tokens are accepted
     rounds: Tensor  # [L] expected rounds
-    entropy: (
-        Tensor  # [] sum over positions of the entropy of what was sampled from, nats; 0 where no temperature was told
-    )
+    entropy: Tensor  # [] sum over positions of the entropy of what was sampled from, nats; 0 where that was not told
     count: Tensor  # [] positions
 
     @classmethod
@@ -103,7 +121,7 @@ def replay_proposals(
     lm_head: Tensor,  # [V, H] the policy's LM head
     *,
     steps: int,
-    temperature: float | None = None,
+    sampling: Sampled | None = None,
     cap: float | None = None,
 ) -> ProposalStats:
     """What a draft would have made of the batch's rollouts, by each way to propose tokens.
@@ -117,19 +135,18 @@ def replay_proposals(
         embed: [V, H], any float dtype.
         lm_head: [V, H], the draft's head, too, unless its vocabulary is pruned.
         steps: J, the number of drafted tokens to unroll.
-        temperature: of the rollouts, above 0, where nothing is cut off their distribution; None: greedy proposals alone, whose
-            replay asks nothing of the policy but its text.
+        sampling: of the rollouts; None: greedy proposals alone, whose replay asks nothing of the policy but its text.
         cap: of the target's logits, see ``outside.logit_cap``.
     """
     valid, total = batch.valid(steps), len(batch.rows)
     sampled = batch.input_ids[batch.rows + 1]
     chunk = max(1, chunk_elements_on(lm_head.device) // lm_head.shape[0])
-    stats = ProposalStats.zeros(steps, temperature is not None, valid.device)
+    stats = ProposalStats.zeros(steps, sampling is not None, valid.device)
     ways = max(1, len(stats.rounds) - 1)
     chance = torch.zeros(len(stats.rounds), steps, total, device=valid.device)
     of_sampled, entropy = chance[0, 0], stats.entropy
-    if temperature is not None:
-        of_sampled, likeliest, entropy = _policy(batch, lm_head, valid[0], sampled, temperature, cap, chunk)
+    if sampling is not None:
+        of_sampled, likeliest, entropy = _policy(batch, lm_head, valid[0], sampled, sampling, cap, chunk)
         chance[-1] = likeliest * valid
     head, ids = draft.head(lm_head)
     local = sampled if ids is None else _place_in(ids, sampled)
@@ -140,7 +157,7 @@ def replay_proposals(
             break
         for some in torch.split(alive, chunk):
             logits = (state[batch.rows[some] - 1 - j].to(head.dtype) @ head.T).float()
-            chance[:ways, j, some] = _chance(logits, local[some], of_sampled[some], temperature)
+            chance[:ways, j, some] = _chance(logits, local[some], of_sampled[some], sampling)
         reach = F.pad((reach * chance[:ways, j])[:, : total - 1], (1, 0))
     accepted, rounds = expected_replay(chance, valid, batch.rows)
     return ProposalStats(accepted.to(valid.device), rounds.to(valid.device), entropy, valid[0].sum().double())
@@ -151,7 +168,7 @@ def _policy(
     lm_head: Tensor,
     wanted: Tensor,
     sampled: Tensor,
-    temperature: float,
+    sampling: Sampled,
     cap: float | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,21 +179,21 @@ def _policy(
         logits = (batch.last[batch.rows[some]].to(lm_head.dtype) @ lm_head.T).float()
         if cap is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
-        found = (logits / temperature).log_softmax(-1)
+        found = sampling.log_probs(logits)
         log_prob[some] = found.gather(-1, sampled[some, None]).squeeze(-1)
         likeliest[some] = found.argmax(-1) == sampled[some]
-        entropy -= (found.exp() * found).sum(dtype=torch.float64)
+        entropy -= (found.exp() * found).nan_to_num_(0.0).sum(dtype=torch.float64)
     return log_prob, likeliest, entropy
 
 
-def _chance(logits: Tensor, token: Tensor, log_prob: Tensor, temperature: float | None) -> Tensor:
+def _chance(logits: Tensor, token: Tensor, log_prob: Tensor, sampling: Sampled | None) -> Tensor:
     """[S, C] with which each chain goes on: draft logits [C, Vd], the sampled tokens among them or -1, their log-probs [C]."""
     rows = [(logits.argmax(-1) == token).float()]
-    if temperature is not None:
+    if sampling is not None:
         top, inside = logits.amax(-1), token >= 0
         of_token = logits.gather(-1, token.clamp_min(0)[:, None]).squeeze(-1) - top
         for relative in DRAFT_TEMPERATURES[1:]:
-            by = 1.0 / (relative * temperature)
+            by = 1.0 / (relative * sampling.temperature)
             normaliser = ((logits - top[:, None]) * by).exp_().sum(-1).log_()
             rows.append((of_token * by - normaliser - log_prob).clamp_max(0.0).exp() * inside)
     return torch.stack(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -55,4 +56,4 @@ class Evaluation:
     @property
     def acceptance_length(self) -> float:
         """Mean tokens per target forward with J drafted tokens, bonus included; 1.0 when nothing was measured."""
-        return 1.0 + sum(accumulate(self.chances, operator.mul))
+        return 1.0 + math.fsum(accumulate(self.chances, operator.mul))

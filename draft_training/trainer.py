@@ -23,7 +23,7 @@ from draft_training.loss import LossStats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
 from draft_training.parallel import Ranks
 from draft_training.parts import Part
-from draft_training.proposals import ProposalStats, replay_proposals
+from draft_training.proposals import ProposalStats, Sampled, replay_proposals
 from draft_training.report import Evaluation, SliceReport
 from draft_training.schedule import TrainingSchedule
 from draft_training.settings import TrainSettings
@@ -227,7 +227,7 @@ class DraftTrainer:
         documents: Sequence[Document | Part] | Callable[[], Sequence[Document | Part]],
         steps: int | None = None,
         context: int = 0,
-        temperature: float | None = None,
+        sampling: Sampled | None = None,
     ) -> Evaluation:
         """Measure on documents how many tokens the engine would accept, without training the draft (collective).
 
@@ -236,16 +236,16 @@ class DraftTrainer:
                 raised on all of them.
             steps: drafted tokens to unroll, the engine's k; None: ``settings.ttt_steps``.
             context: tokens before each part that the draft's attention may read.
-            temperature: of the rollouts; None: measure greedy proposals alone, at fewer products with the head, see
+            sampling: of the rollouts; None: measure greedy proposals alone, at fewer products with the head, see
                 ``proposals.replay_proposals``.
 
         Raises:
             RuntimeError: before the first ``update_policy``.
         """
         began, unrolled = time.perf_counter(), steps or self.settings.ttt_steps
-        how: dict[str, Any] = {"temperature": temperature, "cap": self.settings.logit_cap}
+        how: dict[str, Any] = {"sampling": sampling, "cap": self.settings.logit_cap}
         with self.working(), torch.no_grad():
-            total = ProposalStats.zeros(unrolled, temperature is not None, self.device)
+            total = ProposalStats.zeros(unrolled, sampling is not None, self.device)
             embed, lm_head = self._policy()
             found = documents() if callable(documents) else documents
             for portion in portions([self._placed(d, context) for d in found], self.settings.tokens_per_step):

@@ -36,8 +36,8 @@ def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> 
     kept = 2 * target.max_num_seqs * config.k * (target.vocab_size or 0)
     if runner.v2 and target.device_type == "cuda" and kept > _ROOM:
         logger.warning(
-            "spec-plugin: the draft proposes its likeliest tokens throughout: to draw proposals vLLM would keep the logits of %d "
-            "tokens of each of %d requests, %.1f GiB on each card. A lower max_num_seqs of the engine, or spec.k, leaves that open",
+            "spec-plugin: the draft proposes its likeliest tokens throughout: to draw them vLLM would keep the logits of %d tokens "
+            "of each of %d requests, %.1f GiB on each card. A lower max_num_seqs of the engine, or spec.k, leaves that open",
             *(config.k, target.max_num_seqs, kept / 2**30),
         )
         return "greedy"
@@ -48,8 +48,6 @@ def why_greedy(config: SpecConfig, target: TargetInfo, runner: Runner) -> str:
     """Why a run that may choose has to propose the draft's likeliest tokens throughout; empty: it need not."""
     if not config.train:
         return "nothing is trained, so that nobody measures what else would be accepted"
-    if target.truncated:
-        return "vLLM's drafts know no top_k and no top_p, so that of what they would draw most is refused"
     if not float(target.sampling.get("temperature", 1.0)) > 0.0:
         return "rollouts at temperature 0 accept nothing but the likeliest token"
     if not runner.v2 and config.rejection_sample_method != "standard":

@@ -56,7 +56,7 @@ class HeldOut:
         Returns:
             Whether any rank had text to measure it on.
         """
-        found = trainer.evaluate(parts, k, CONTEXT, self._proposals.rollout_temperature)
+        found = trainer.evaluate(parts, k, CONTEXT, self._proposals.sampling)
         if found.tokens:
             mine = found.seconds / max(1, found.tokens // trainer.ranks)
             self._token_seconds = mine if self._token_seconds is None else (self._token_seconds + mine) / 2.0

@@ -218,7 +218,7 @@ class DraftTraining:
             return {}
         report = self._held_out.report
         of_text: dict[str, float] = {}
-        if report is not None and self._proposals.rollout_temperature is not None:
+        if report is not None and self._proposals.sampling is not None:
             of_text["spec/entropy"] = report.proposals.mean_entropy
             of_text["spec/ceiling"] = tokens_per_step((*report.proposals.ceiling, 0.0), self._config.k)
         return of_text | {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from draft_training import DRAFT_TEMPERATURES, Evaluation
+from draft_training import DRAFT_TEMPERATURES, Evaluation, Sampled
 from spec_plugin.api.config import SpecConfig
-from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.events import TargetInfo, truncating
 from spec_plugin.api.method import KNOWS_NOTHING, Method
 from spec_plugin.step_cost.chances import tokens_per_step
 
@@ -28,11 +30,8 @@ class Proposals:
         self._k = config.k
         #: as a factor of the rollouts' temperature; 0: the draft's likeliest tokens
         self.draft_temperature = 1.0 if sampled else 0.0
-        #: of the rollouts, if training is to replay what samples and choose; None: the engine or the user has chosen
-        self.rollout_temperature: float | None = None
-        temperature = float(target.sampling.get("temperature", 1.0))
-        if sampled and config.draft_sample_method == "auto" and temperature > 0.0 and not target.truncated:
-            self.rollout_temperature = temperature
+        #: how the rollouts sample, if training is to replay that and choose; None: the engine or the user has chosen
+        self.sampling = _sampling_of(target.sampling) if sampled and config.draft_sample_method == "auto" else None
         self._better: tuple[float, int] = (
             self.draft_temperature,
             0,
@@ -41,14 +40,14 @@ class Proposals:
 
     def resume(self, draft_temperature: float | None) -> None:
         """Go on with the temperature of a checkpoint, if this run may choose it."""
-        if self.rollout_temperature is not None and draft_temperature in DRAFT_TEMPERATURES:
+        if self.sampling is not None and draft_temperature in DRAFT_TEMPERATURES:
             self._judged, self.draft_temperature = True, float(draft_temperature)
 
     def judged(self, found: Evaluation) -> Evaluation:
         """Take over what the draft would have made; the answer tells of the proposals that are chosen now."""
-        if self.rollout_temperature is not None:
+        if self.sampling is not None:
             self._choose({t: self._worth(found.proposals.chances(t)) for t in DRAFT_TEMPERATURES})
-        known = self.draft_temperature if self.rollout_temperature is not None else 0.0
+        known = self.draft_temperature if self.sampling is not None else 0.0
         return replace(found, draft_temperature=known)
 
     def _choose(self, worth: dict[float, float]) -> None:
@@ -71,6 +70,14 @@ class Proposals:
         """Tokens a step, between few drafted tokens and as many as may be."""
         few = min(_FEW, self._k)
         return math.sqrt(tokens_per_step((*chances, 0.0), few) * tokens_per_step((*chances, 0.0), self._k))
+
+
+def _sampling_of(options: Mapping[str, Any]) -> Sampled | None:
+    """How rollouts sample; None where that is not replayed: at temperature 0, or from tokens that somebody has listed."""
+    cut, temperature = truncating(options), float(options.get("temperature", 1.0))
+    if not temperature > 0.0 or options.get("allowed_token_ids") is not None:
+        return None
+    return Sampled(temperature, max(0, int(cut.get("top_k", 0))), float(cut.get("top_p", 1.0)))
 
 
 def in_words(draft_temperature: float) -> str:

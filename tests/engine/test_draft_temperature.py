@@ -64,9 +64,7 @@ def finished(llm: Any, between: Any = lambda step: None) -> list[tuple[list[int]
         if not llm.llm_engine.has_unfinished_requests():
             return rows
         between(step)
-        rows += [
-            (list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in llm.llm_engine.step() if o.finished
-        ]
+        rows += [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in llm.llm_engine.step() if o.finished]
     return rows
 
 
@@ -137,9 +135,7 @@ def test_the_draft_before_comes_back_with_its_temperature(engine, config):
 
     put_in_force(engine, config, 0.5)
     assert math.isclose(sharpness(), 2.0)
-    small.install(
-        engine, small.good_tensors(config), next(_versions), draft_temperature=0.0, force=True, hold=True
-    )
+    small.install(engine, small.good_tensors(config), next(_versions), draft_temperature=0.0, force=True, hold=True)
     assert sharpness() == 1000.0
     small.rpc(engine, "spec_settle", False)
     assert math.isclose(sharpness(), 2.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draft_training.batch import Document, PackedBatch, pack
 from draft_training.loss import replay
-from draft_training.proposals import DRAFT_TEMPERATURES, ProposalStats, expected_replay, replay_proposals
+from draft_training.proposals import DRAFT_TEMPERATURES, ProposalStats, Sampled, expected_replay, replay_proposals
 
 V, STEPS = 12, 3
 
@@ -35,10 +35,10 @@ def _world(sharpness: float, noise: float, seed: int = 0) -> tuple[Tensor, Tenso
     return policy, policy + noise * torch.randn(V, V, generator=g)
 
 
-def _sampled(policy: Tensor, temperature: float, texts: int, tokens: int, seed: int = 1) -> list[Document]:
+def _sampled(policy: Tensor, sampling: Sampled, texts: int, tokens: int, seed: int = 1) -> list[Document]:
     """Texts that the policy has sampled behind a prompt of two tokens."""
     g = torch.Generator().manual_seed(seed)
-    p = (policy / temperature).softmax(-1)
+    p = sampling.log_probs(policy).exp()
     ids = torch.randint(V, (texts, 2), generator=g)
     for _ in range(tokens):
         ids = torch.cat([ids, torch.multinomial(p[ids[:, -1]], 1, generator=g)], dim=1)
@@ -48,15 +48,15 @@ def _sampled(policy: Tensor, temperature: float, texts: int, tokens: int, seed: 
 
 
 def _engine(
-    policy: Tensor, draft: Tensor, temperature: float, relative: float, tokens: int, ids: Tensor | None
+    policy: Tensor, draft: Tensor, sampling: Sampled, relative: float, tokens: int, ids: Tensor | None
 ) -> float:
     """Tokens a step of speculative sampling as arXiv 2302.01318 has it, written out; proposals from the tempered draft."""
     g = torch.Generator().manual_seed(2)
-    p = (policy / temperature).softmax(-1)
+    p = sampling.log_probs(policy).exp()
     q = torch.zeros(V, V)
     kept = torch.arange(V) if ids is None else ids
     if relative:
-        q[:, kept] = (draft / (temperature * relative)).softmax(-1)
+        q[:, kept] = (draft / (sampling.temperature * relative)).softmax(-1)
     else:
         q[torch.arange(V), kept[draft.argmax(-1)]] = 1.0
     walks = 2048
@@ -85,27 +85,30 @@ def _engine(
     return made / steps
 
 
-@pytest.mark.parametrize(("temperature", "pruned"), [(0.6, False), (1.0, True), (1.5, False)])
-def test_each_temperature_makes_what_rejection_sampling_makes(temperature: float, pruned: bool) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "pruned"),
+    [(Sampled(0.6), False), (Sampled(), True), (Sampled(1.5, top_p=0.8), False), (Sampled(1.5, top_k=4), False)],
+)
+def test_each_temperature_makes_what_rejection_sampling_makes(sampling: Sampled, pruned: bool) -> None:
     policy, learnt = _world(1.5, 0.7)
     ids = torch.tensor([0, 2, 3, 5, 6, 7, 9, 11]) if pruned else None
     draft = learnt if ids is None else learnt[:, ids]
-    batch = pack(_sampled(policy, temperature, 64, 256))
-    how = {"steps": STEPS, "temperature": temperature}
+    batch = pack(_sampled(policy, sampling, 64, 256))
+    how = {"steps": STEPS, "sampling": sampling}
     stats = replay_proposals(MarkovDraft(draft, ids), batch, torch.zeros(V, 1), policy.T.contiguous(), **how)
     for relative in DRAFT_TEMPERATURES:
         replayed = 1.0 + float(torch.tensor(stats.chances(relative)).cumprod(0).sum())
         # 16,384 tokens: a standard deviation of some 0.8 % of what is made beyond one token
-        assert replayed == pytest.approx(_engine(policy, draft, temperature, relative, 40, ids), rel=0.03), relative
+        assert replayed == pytest.approx(_engine(policy, draft, sampling, relative, 40, ids), rel=0.03), relative
 
 
 def test_what_samples_beats_what_is_greedy_where_the_policy_is_flat_and_loses_where_it_is_sharp() -> None:
     for sharpness, better in [(0.7, 1.0), (8.0, 0.0)]:
         policy, _ = _world(sharpness, 0.0)
         draft = 0.5 * policy  # has the order of the tokens, and is less sure than the policy
-        batch = pack(_sampled(policy, 1.0, 32, 256))
+        batch = pack(_sampled(policy, Sampled(), 32, 256))
         stats = replay_proposals(
-            MarkovDraft(draft), batch, torch.zeros(V, 1), policy.T.contiguous(), steps=STEPS, temperature=1.0
+            MarkovDraft(draft), batch, torch.zeros(V, 1), policy.T.contiguous(), steps=STEPS, sampling=Sampled()
         )
         made = {t: stats.chances(t)[0] for t in (0.0, 1.0)}
         assert max(made, key=made.__getitem__) == better, (sharpness, made)
@@ -113,9 +116,9 @@ def test_what_samples_beats_what_is_greedy_where_the_policy_is_flat_and_loses_wh
 
 def test_a_perfect_draft_samples_without_a_miss_and_is_bound_by_the_likeliest_token_where_it_is_greedy() -> None:
     policy, _ = _world(1.0, 0.0)
-    batch = pack(_sampled(policy, 1.0, 32, 128))
+    batch = pack(_sampled(policy, Sampled(), 32, 128))
     stats = replay_proposals(
-        MarkovDraft(policy), batch, torch.zeros(V, 1), policy.T.contiguous(), steps=STEPS, temperature=1.0
+        MarkovDraft(policy), batch, torch.zeros(V, 1), policy.T.contiguous(), steps=STEPS, sampling=Sampled()
     )
     assert stats.chances(1.0) == pytest.approx((1.0,) * STEPS)
     assert stats.chances(0.0) == stats.ceiling
@@ -148,8 +151,8 @@ def test_a_walk_with_chances_of_0_and_1_is_the_replay_of_greedy_proposals() -> N
 
 def test_sums_of_batches_are_those_of_both_and_nothing_promises_nothing() -> None:
     policy, draft = _world(1.0, 0.5)
-    documents = _sampled(policy, 1.0, 8, 64)
-    how = {"steps": STEPS, "temperature": 1.0}
+    documents = _sampled(policy, Sampled(), 8, 64)
+    how = {"steps": STEPS, "sampling": Sampled()}
 
     def of(some: list[Document]) -> ProposalStats:
         return replay_proposals(MarkovDraft(draft), pack(some), torch.zeros(V, 1), policy.T.contiguous(), **how)
@@ -165,8 +168,8 @@ def test_chains_that_are_as_good_as_over_cost_no_logits() -> None:
     policy, _ = _world(1.0, 0.0)
     useless = torch.full((V, V), -60.0)
     useless[:, 0] = 0.0  # always the same token
-    batch = pack(_sampled(policy.index_fill(1, torch.tensor([0]), -80.0), 1.0, 4, 64))
+    batch = pack(_sampled(policy.index_fill(1, torch.tensor([0]), -80.0), Sampled(), 4, 64))
     draft = MarkovDraft(useless)
-    stats = replay_proposals(draft, batch, torch.zeros(V, 1), policy.T.contiguous(), steps=STEPS, temperature=1.0)
+    stats = replay_proposals(draft, batch, torch.zeros(V, 1), policy.T.contiguous(), steps=STEPS, sampling=Sampled())
     assert draft.looked_at <= 2
     assert stats.chances(1.0)[0] < 0.01

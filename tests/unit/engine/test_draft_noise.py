@@ -68,7 +68,9 @@ class Speculation:
         ("greedy", False, []),
     ],
 )
-def test_law_2_an_engine_that_samples_its_proposals_starts_with_the_patches_of_its_runner(monkeypatch, drawn, v2, patched):
+def test_law_2_an_engine_that_samples_its_proposals_starts_with_the_patches_of_its_runner(
+    monkeypatch, drawn, v2, patched
+):
     applied = []
     monkeypatch.setattr(extension.patches, "apply_each", lambda group, skip: applied.extend(p.name for p in group))
     for done_elsewhere in ("complete_target", "apply_cpu_patches", "prepare_proposer"):

@@ -10,9 +10,8 @@ import pytest
 
 from spec_plugin.policy.held_out import FIRST, LEAST, MOST, SHARE, HeldOut
 
-
 #: of an engine that proposes a draft's likeliest tokens
-GREEDY: Any = SimpleNamespace(rollout_temperature=None, judged=lambda found: found)
+GREEDY: Any = SimpleNamespace(sampling=None, judged=lambda found: found)
 
 
 class Dear:
@@ -23,7 +22,7 @@ class Dear:
     def __init__(self, token_seconds: float) -> None:
         self.token_seconds, self.seconds = token_seconds, 0.0
 
-    def evaluate(self, parts: Any, k: int, context: int, temperature: float | None) -> Any:
+    def evaluate(self, parts: Any, k: int, context: int, sampling: Any) -> Any:
         tokens = sum(map(len, parts()))
         self.seconds += tokens * self.token_seconds
         return SimpleNamespace(tokens=tokens, seconds=tokens * self.token_seconds, rounds=tokens // 3)

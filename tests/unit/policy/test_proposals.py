@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_training import DRAFT_TEMPERATURES, Evaluation
+from draft_training import DRAFT_TEMPERATURES, Evaluation, Sampled
 from draft_training.proposals import ProposalStats
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.events import TargetInfo
@@ -68,18 +68,22 @@ def test_a_draft_that_knows_nothing_decides_nothing():
     assert chosen.draft_temperature == 0.0, "the first that promises anything is no second thought"
 
 
+def test_the_rollouts_filters_are_replayed_as_vllm_applies_them():
+    assert proposals(temperature=0.7, top_k=20, top_p=0.9).sampling == Sampled(0.7, 20, 0.9)
+    assert proposals(top_k=-1, top_p=1.0).sampling == proposals().sampling == Sampled()
+
+
 @pytest.mark.parametrize(
     ("engine", "sampling", "stays"),
     [
         ("greedy", {}, 0.0),
-        ("probabilistic", {"top_p": 0.9}, 1.0),
-        ("probabilistic", {"top_k": 20}, 1.0),
         ("probabilistic", {"temperature": 0.0}, 1.0),
+        ("probabilistic", {"allowed_token_ids": [1, 2]}, 1.0),
     ],
 )
 def test_where_the_engine_or_the_rollouts_leave_no_choice_nothing_is_replayed_for_it(engine, sampling, stays):
     fixed = proposals(engine, **sampling)
-    assert fixed.rollout_temperature is None
+    assert fixed.sampling is None
     fixed.judged(found(t0_5=0.9, t0=0.8))
     assert fixed.draft_temperature == stays
 

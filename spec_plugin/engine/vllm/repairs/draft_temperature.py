@@ -21,31 +21,39 @@ from spec_plugin.engine.vllm.repairs.patches import Guard, Patch
 #: overflow to no more than a probability of zero
 _MOST = 1000.0
 _NAME = "spec_sharpness"
+#: of a proposer of V1, which looks at it each time that it proposes: the likeliest tokens are had for less than a draw
+_DRAWS = "_enable_probabilistic_draft_probs"
 
 
-def make_tempered(model: nn.Module) -> None:
-    """Have a draft's logits multiplied by a number of its own, 1 for now."""
-    plain: Callable[..., Tensor | None] = model.compute_logits
+def make_tempered(model: nn.Module, proposer: Any = None) -> None:
+    """Have the logits of a draft, of this proposer, multiplied by a number of its own, 1 for now."""
+    plain: Any = model.compute_logits
     sharpness = torch.ones((), device=next(model.parameters()).device)
 
     def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
-        logits = plain(*args, **kwargs)
-        if logits is None:  # a rank that gathers none
-            return None
+        logits: Tensor | None = plain(*args, **kwargs)
+        if logits is None or not getattr(
+            model.spec_proposer, _DRAWS, True
+        ):  # a rank that gathers none; nothing is drawn
+            return logits
         return (logits - logits.amax(dim=-1, keepdim=True)).mul_(sharpness)
 
     setattr(model, _NAME, sharpness)
+    model.spec_proposer = proposer
     model.compute_logits = compute_logits  # type: ignore[assignment]
 
 
-def set_draft_temperature(model: nn.Module, draft_temperature: float) -> None:
+def set_draft_temperature(model: nn.Module | None, draft_temperature: float) -> None:
     """Draw from here on at this factor of the requests' temperature, or propose the likeliest token at 0.
 
     Nothing where the engine samples no proposals.
     """
     sharpness: Tensor | None = getattr(model, _NAME, None)
-    if sharpness is not None:
-        sharpness.fill_(min(_MOST, 1.0 / draft_temperature) if draft_temperature > 0.0 else _MOST)
+    if model is None or sharpness is None:
+        return
+    sharpness.fill_(min(_MOST, 1.0 / draft_temperature) if draft_temperature > 0.0 else _MOST)
+    if hasattr(model.spec_proposer, _DRAWS):
+        setattr(model.spec_proposer, _DRAWS, draft_temperature > 0.0)
 
 
 def refuse_untempered(model: nn.Module | None) -> None:
@@ -65,7 +73,7 @@ def _with_temperature(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        make_tempered(self.model)
+        make_tempered(self.model, self)
 
     load_model.tempers = True  # type: ignore[attr-defined]
     return load_model
