@@ -7,14 +7,16 @@ import math
 from typing import Any
 
 import pytest
+import runner
 import small
 import torch
 
 pytestmark = pytest.mark.engine
-K, ROWS, TOKENS = 3, 96, 32
+K, TOKENS = 3, 32
+ROWS = 24 if runner.V2 else 96  # Triton's interpreter takes its time
 #: favourite tokens first: a policy's mass lies there, and so does what a wrong acceptance rule would take from it
 RANKS = torch.tensor([1, 2, 5, 20])
-#: of each of some hundred shares: one in 1.7 million is further off by chance, and 3,000 tokens see 3 % of the probability moved
+#: of each of some fifty shares: one in 1.7 million is further off by chance; 3,000 tokens see 4 % of the probability moved
 SIGMAS = 5.0
 
 
