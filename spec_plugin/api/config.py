@@ -53,8 +53,8 @@ class SpecConfig(BaseModel):
     )
     draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
         "auto",
-        description="how the draft proposes tokens: greedy, its likeliest ones; probabilistic, draws from it; auto: what "
-        "training finds to be accepted more often, where the engine can change it. All are lossless (on vLLM 0.24 to 0.28 by a repair)",
+        description="how a draft proposes tokens: greedy, its likeliest ones; probabilistic, draws from it; auto: what training "
+        "finds to be accepted more often, where the engine can change it. All are exact (on vLLM 0.24 to 0.28 by a repair)",
     )
     rejection_sample_method: Literal["standard", "block"] = Field(
         "standard", description="acceptance rule in the engine; both are exact, and no other is allowed"

@@ -36,8 +36,8 @@ def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> 
     kept = 2 * target.max_num_seqs * config.k * (target.vocab_size or 0)
     if runner.v2 and target.device_type == "cuda" and kept > _ROOM:
         logger.warning(
-            "spec-plugin: the draft proposes its likeliest tokens throughout: to draw them vLLM would keep the logits of %d tokens "
-            "of each of %d requests, %.1f GiB on each card. A lower max_num_seqs, or spec.k, leaves that open",
+            "spec-plugin: the draft proposes its likeliest tokens throughout: to draw them vLLM would keep the logits of %d "
+            "tokens of each of %d requests, %.1f GiB on each card. A lower max_num_seqs or spec.k leaves it open",
             *(config.k, target.max_num_seqs, kept / 2**30),
         )
         return "greedy"
