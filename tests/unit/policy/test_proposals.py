@@ -61,9 +61,24 @@ def test_two_that_take_turns_at_promising_more_change_nothing():
     assert chosen.draft_temperature == 1.0
 
 
+def test_a_user_who_asks_for_draws_gets_them_and_the_promise_is_about_these():
+    target = TargetInfo("", {}, "float32")
+    config = SpecConfig(k=K, draft_sample_method="probabilistic")
+    asked = Proposals(config, target, Method("eagle3", {"draft_sample_method": "probabilistic"}))
+    assert asked.judged(found(t0=0.9, t1=0.4)).chances[0] == pytest.approx(0.4)
+    assert asked.draft_temperature == 1.0
+
+
+def test_draws_must_pay_for_what_drawing_takes():
+    chosen = proposals()
+    chosen.judged(found(t0=0.6, t1=0.61))
+    assert chosen.draft_temperature == 0.0
+
+
 def test_a_draft_that_knows_nothing_decides_nothing():
     chosen = proposals()
     chosen.judged(found())
+    assert chosen.draft_temperature == 1.0
     chosen.judged(found(t0=0.5))
     assert chosen.draft_temperature == 0.0, "the first that promises anything is no second thought"
 
