@@ -53,7 +53,7 @@ class Proposals:
     def _choose(self, worth: dict[float, float]) -> None:
         best, now, first = max(worth, key=worth.__getitem__), self.draft_temperature, not self._judged
         self._judged |= worth[best] >= KNOWS_NOTHING
-        if not self._judged or worth[best] < _WORTH_IT * worth[now]:
+        if not self._judged or best == now or (not first and worth[best] < _WORTH_IT * worth[now]):
             self._better = (now, 0)
             return
         before, times = self._better
