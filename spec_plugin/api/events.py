@@ -113,7 +113,7 @@ class DraftRefresh:
     expected_chances: tuple[float, ...] = ()
     #: at which an engine with ``draft_sample_method=probabilistic`` is to draw proposals, as a factor of the rollouts'
     #: temperature; 0: the draft's likeliest tokens. Another engine proposes these in any case
-    draft_temperature: float = 0.0
+    draft_temperature: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def refreshed(c: BreakEvenController, expected: float | None, installed: bool = 
 
 
 def promised(
-    c: BreakEvenController, chances: tuple[float, ...], installed: bool = True, draft_temperature: float = 0.0
+    c: BreakEvenController, chances: tuple[float, ...], installed: bool = True, draft_temperature: float = 1.0
 ) -> None:
     refresh = DraftRefresh(1, 1, {}, "", chances, draft_temperature)
     c.spec_refreshed(refresh, RefreshReport(installed, 1, "", 1.0))

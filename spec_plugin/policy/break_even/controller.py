@@ -69,7 +69,7 @@ class BreakEvenController:
         self._stateful = False  # k changes between rollouts only
         self._served = 0  # rollouts in a row with drafts
         self._realised: float | None = None  # speed-up of the last rollout, where it had drafts
-        self._draft_temperature = 0.0  # of the proposals that the estimate is about
+        self._draft_temperature = 1.0  # of the proposals that the estimate is about
         self._newborn: bool | None = None  # not known before the first refresh
         self._plain_seconds = 0.0  # of the last phase without drafts, or as good as without
         self._granted = self._head_start = 0.0  # seconds of head start, in all and for the last slice

@@ -366,12 +366,12 @@ def test_a_prediction_is_compared_with_the_engine_as_far_as_both_have_looked(cap
 
 def test_what_was_measured_of_other_proposals_says_nothing_of_these():
     c = controller({8: 1.2}, k=8)
-    promised(c, (0.5,) * 8, draft_temperature=0.0)
+    promised(c, (0.5,) * 8, draft_temperature=1.0)
     on(c)
     drafted(c, 8, 0.2)
-    promised(c, (0.6,) * 8, draft_temperature=0.0)
-    assert c.acceptance_curve[0] < 0.3, "of the same proposals the engine has seen less than training promises"
     promised(c, (0.6,) * 8, draft_temperature=1.0)
+    assert c.acceptance_curve[0] < 0.3, "of the same proposals the engine has seen less than training promises"
+    promised(c, (0.6,) * 8, draft_temperature=0.7)
     assert c.acceptance_curve[:8] == (0.6,) * 8
     on(c)
     drafted(c, 8, 0.55)
