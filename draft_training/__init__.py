@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from draft_training.loss import LossStats, ttt_loss
     from draft_training.memory import TrainingMemory, training_memory
     from draft_training.model import Eagle3Draft
-    from draft_training.report import SliceReport
+    from draft_training.proposals import DRAFT_TEMPERATURES, Sampled
+    from draft_training.report import Evaluation, SliceReport
     from draft_training.rope import Rope
     from draft_training.settings import TrainSettings
     from draft_training.state import TrainerState

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draft_training.batch import PackedBatch
@@ -152,46 +151,6 @@ def aligned_states(draft: Draft, batch: PackedBatch, embed: Tensor, steps: int) 
     """[J, R, H]: what step j predicts at teacher row r, i.e. its normed hidden state at the anchor r - 1 - j."""
     states = draft.states(batch, embed, steps)
     return torch.stack([state[(batch.rows - 1 - j).clamp_min(0)] for j, state in enumerate(states)])
-
-
-@torch.no_grad()
-def replay_stats(
-    draft: Draft,
-    batch: PackedBatch,
-    embed: Tensor,  # [V, H] the policy's input embedding
-    lm_head: Tensor,  # [V, H] the policy's LM head
-    *,
-    steps: int,
-) -> LossStats:
-    """What ``LossStats.acceptance_length`` and ``chances`` need, and no more: ``count`` and ``kl`` stay zero.
-
-    A drafted token counts only if those before it were accepted, so logits are computed for the chains that go on: about as
-    many products with the head as tokens are accepted, and none of the target's.
-
-    Args:
-        draft: the model.
-        batch: packed documents.
-        embed: [V, H], any float dtype.
-        lm_head: [V, H], the draft's head, too, unless its vocabulary is pruned.
-        steps: J, the number of drafted tokens to unroll.
-    """
-    valid, total = batch.valid(steps), len(batch.rows)
-    match, alive = torch.zeros_like(valid), valid[0]
-    head, ids = draft.head(lm_head)
-    sampled = batch.input_ids[batch.rows + 1]
-    chunk = max(1, chunk_elements_on(lm_head.device) // lm_head.shape[0])
-    for j, state in enumerate(draft.states(batch, embed, steps)):
-        at = alive.nonzero().squeeze(1)
-        for some in torch.split(at, chunk):
-            token = (state[batch.rows[some] - 1 - j].to(head.dtype) @ head.T).argmax(-1)
-            match[j, some] = (token if ids is None else ids[token]) == sampled[some]
-        if j + 1 == steps or not bool(match[j].any()):
-            break
-        # the chain of an anchor goes on one row further in the next step
-        alive = valid[j + 1] & F.pad(match[j, : total - 1], (1, 0))
-    accepted, rounds = replay(match, valid, batch.rows)
-    zero = torch.zeros(steps, dtype=torch.float64, device=valid.device)
-    return LossStats(zero, zero, accepted.to(valid.device), rounds.to(valid.device))
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -20,11 +20,12 @@ from draft_training.draft import DraftShape
 from draft_training.errors import DraftConfigError
 from draft_training.kinds import kind_of
 from draft_training.layers import initialise
-from draft_training.loss import LossStats, replay_stats, ttt_loss
+from draft_training.loss import LossStats, ttt_loss
 from draft_training.optimizer import DraftOptimizer
 from draft_training.parallel import Ranks
 from draft_training.parts import Part
-from draft_training.report import SliceReport
+from draft_training.proposals import ProposalStats, Sampled, replay_proposals
+from draft_training.report import Evaluation, SliceReport
 from draft_training.schedule import TrainingSchedule
 from draft_training.settings import TrainSettings
 from draft_training.state import TrainerState, read_state, state_from_first, write_state
@@ -209,33 +210,34 @@ class DraftTrainer:
         documents: Sequence[Document | Part] | Callable[[], Sequence[Document | Part]],
         steps: int | None = None,
         context: int = 0,
-    ) -> SliceReport:
+        sampling: Sampled | None = None,
+    ) -> Evaluation:
         """Measure on documents how many tokens the engine would accept, without training the draft (collective).
-
-        The loss is not measured: it would cost ``steps`` products with the LM head for each token, where acceptance needs
-        one for each that is accepted, see ``loss.replay_stats``.
 
         Args:
             documents: this rank's, or parts of them; may be empty. If a function, it is called where its failure on one rank is
                 raised on all of them.
             steps: drafted tokens to unroll, the engine's k; None: ``settings.ttt_steps``.
             context: tokens before each part that the draft's attention may read.
+            sampling: of the rollouts; None: measure greedy proposals alone, at fewer products with the head, see
+                ``proposals.replay_proposals``.
 
         Raises:
             RuntimeError: before the first ``update_policy``.
         """
         began, unrolled = time.perf_counter(), steps or self.settings.ttt_steps
+        how: dict[str, Any] = {"sampling": sampling, "cap": self.settings.logit_cap}
         with self.working(), torch.no_grad():
-            total = LossStats.zeros(unrolled, self.device)
+            total = ProposalStats.zeros(unrolled, sampling is not None, self.device)
             embed, lm_head = self._policy()
             found = documents() if callable(documents) else documents
             for portion in portions([self._placed(d, context) for d in found], self.settings.tokens_per_step):
                 batch = pack(portion, self.device)
-                total = total + replay_stats(self.draft, batch, embed, lm_head, steps=unrolled)
+                total = total + replay_proposals(self.draft, batch, embed, lm_head, steps=unrolled, **how)
             tokens = torch.tensor([sum(map(len, found))], dtype=torch.float64, device=self.device)
             summed = self._ranks.sum(torch.cat([total.pack(), tokens]))
-            stats, seen, spent = LossStats.unpack(summed[:-1]), int(summed[-1]), time.perf_counter() - began
-            return SliceReport.of(stats, steps=0, tokens=seen, skipped=0, seconds=spent)
+            proposals = ProposalStats.unpack(summed[:-1].cpu(), unrolled)
+            return Evaluation(proposals, int(summed[-1]), time.perf_counter() - began)
 
     def _placed(self, wanted: Document | Part, context: int = 0) -> Document:
         """On the device: it, or the document that it is a part of, is moved there once in a block of ``working``."""

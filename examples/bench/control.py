@@ -145,6 +145,7 @@ def measure_dtype(target: Path, draft: Path, dtype: str, eager: bool, options: d
     for regime in regimes(options):
         bench = Bench(regime, dtype, live, flag, target, {"good": draft, "cold": newborn}, calibration, options)
         cells.append(bench.measure())
+        report(cells[-1:])  # a run that is ended leaves what it has measured
     for engine in (live, flag):
         engine.close()
     return cells

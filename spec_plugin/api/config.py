@@ -47,10 +47,10 @@ class SpecConfig(BaseModel):
         description="target layers whose inputs the draft reads; none: (2, L//2, L-3) of L layers, (1, L//2, L-1) of fewer "
         "than 7",
     )
-    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
-        "greedy",
-        description="how the draft proposes tokens; both are lossless (on vLLM 0.24 to 0.28 by a repair); probabilistic is "
-        "refused on a CPU",
+    draft_sample_method: Literal["auto", "greedy", "probabilistic"] = Field(
+        "auto",
+        description="how a draft proposes tokens: greedy, its likeliest ones; probabilistic, draws from it; auto: what training "
+        "finds to be accepted more often, where the engine can change it. All are exact (on vLLM 0.24 to 0.28 by a repair)",
     )
     serve: Literal["auto", "always", "never"] = Field(
         "auto",

@@ -111,6 +111,9 @@ class DraftRefresh:
     #: the chance of each drafted token to be accepted, given those before it, that training predicts for these weights, as far
     #: as it unrolls; empty: no prediction
     expected_chances: tuple[float, ...] = ()
+    #: at which an engine with ``draft_sample_method=probabilistic`` is to draw proposals, as a factor of the rollouts'
+    #: temperature; 0: the draft's likeliest tokens. Another engine proposes these in any case
+    draft_temperature: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ def judge(plan: RunPlan) -> Judgement:
     else:
         try:
             method = _method(run)
-            instead = "set spec.draft_sample_method to greedy"
-            objections += _raised("a spec option", instead, check_speculative_config, method.settings, device_type())
+            instead = "change the option that is named"
+            objections += _raised("a spec option", instead, check_speculative_config, method.settings)
             check_states(target.hf_config, method.variable_length, method.name)
             notes += _about_target(run, method)
         except DraftNotHereError as error:

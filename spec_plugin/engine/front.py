@@ -101,7 +101,7 @@ class EngineFront:
         target, most = self.session.target, int(given.get("max_logprobs") or TOP)
         method = self.session.method
         config = method.speculative_config()
-        check_speculative_config(config, device_type=target.device_type)
+        check_speculative_config(config)
         check_sampling(dict(target.sampling))
         check_engine_options(given)
         check_states(target.hf_config, method.variable_length, method.name)
@@ -281,7 +281,8 @@ class EngineFront:
             file = folder / "draft.safetensors"
             save_file({name: t.detach().cpu().contiguous() for name, t in refresh.tensors.items()}, file)
             sent = {"path": str(file), "version": refresh.draft_version, "digest": refresh.digest}
-            asked = {**sent, "names": list(refresh.tensors), "force": force, "hold": hold}
+            sent |= {"names": list(refresh.tensors), "draft_temperature": refresh.draft_temperature}
+            asked = {**sent, "force": force, "hold": hold}
             reports = await self.engine.collective_rpc("spec_install_file", kwargs=asked)
         first = reports[0]
         return RefreshReport(

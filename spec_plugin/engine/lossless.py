@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_plugin.api.errors import SpecConfigError
-from spec_plugin.plan.model_runner import runner_of
 
 
 @dataclass(frozen=True)
@@ -235,12 +234,11 @@ ENGINE: Mapping[str, OptionRule] = {
 }
 
 
-def check_speculative_config(speculative_config: Mapping[str, Any], device_type: str = "cuda") -> None:
+def check_speculative_config(speculative_config: Mapping[str, Any]) -> None:
     """Check the options that are about to be handed to vLLM.
 
     Args:
         speculative_config: vLLM's ``speculative_config``, as a mapping.
-        device_type: of the engine, "cpu" or "cuda".
 
     Raises:
         SpecConfigError: naming the option, its value, what is allowed and why.
@@ -248,18 +246,13 @@ def check_speculative_config(speculative_config: Mapping[str, Any], device_type:
     if "method" not in speculative_config:
         raise SpecConfigError(f"speculative_config has no 'method': add one; allowed: {SPECULATIVE['method'].words}")
     _check("speculative_config", SPECULATIVE, speculative_config)
-    _check_kernels(
-        speculative_config.get("draft_sample_method"), device_type, runner_of(speculative_config, device_type).v2
-    )
 
 
-def check_running_config(speculative_config: Any, device_type: str, v2: bool) -> None:
+def check_running_config(speculative_config: Any) -> None:
     """Check what vLLM made of the options, inside the engine, where a checkpoint or another plugin may have changed them.
 
     Args:
         speculative_config: vLLM's own ``SpeculativeConfig`` object.
-        device_type: of the engine.
-        v2: is its model runner V2.
 
     Raises:
         SpecConfigError: for a lossy setting, and for a field of a newer vLLM that is not at its default.
@@ -271,7 +264,6 @@ def check_running_config(speculative_config: Any, device_type: str, v2: bool) ->
         if field.name in _DECISIVE or (field.name not in SPECULATIVE and value != default):
             values[field.name] = value
     _check("the engine's speculative_config", SPECULATIVE, values)
-    _check_kernels(values.get("draft_sample_method"), device_type, v2)
 
 
 def check_sampling(options: Mapping[str, Any]) -> None:
@@ -315,11 +307,3 @@ def _is_allowed(rule: OptionRule, value: Any) -> bool:
         return rule.allowed(value)
     except TypeError:  # a value of a kind that the rule cannot even look at
         return False
-
-
-def _check_kernels(draft_sample_method: str | None, device_type: str, v2: bool) -> None:
-    if draft_sample_method == "probabilistic" and device_type == "cpu" and not v2:
-        raise SpecConfigError(
-            "speculative_config draft_sample_method='probabilistic' is refused on a CPU; allowed: greedy; why: the CPU kernels "
-            "of vLLM's V1 model runner have given visibly wrong samples with it (V2 has those of a GPU)"
-        )

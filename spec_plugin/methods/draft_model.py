@@ -10,6 +10,7 @@ from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.hookspecs import hookimpl
 from spec_plugin.api.method import Method, StartingDraft
+from spec_plugin.methods.sample_method import draft_sample_method
 from spec_plugin.methods.served import starting_folder
 from spec_plugin.methods.tables import common_settings, refuse_options_of_a_shape
 from spec_plugin.plan.refusals import refusing
@@ -35,7 +36,7 @@ class DraftModelMethod:
         settings = {
             "method": "draft_model",
             **common_settings(config, target),
-            "draft_sample_method": config.draft_sample_method,
+            "draft_sample_method": draft_sample_method(config, target, "draft_model"),
         }
         return Method(
             name=config.method,

@@ -12,6 +12,7 @@ from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.hookspecs import hookimpl
 from spec_plugin.api.method import Method, StartingDraft
+from spec_plugin.methods.sample_method import draft_sample_method
 from spec_plugin.methods.served import INSTEAD, starting_folder
 from spec_plugin.methods.tables import common_settings
 from spec_plugin.plan.engine_class import refuse_unreadable
@@ -95,7 +96,7 @@ class Eagle3Method:
                 "method": "eagle3",
                 **common_settings(config, target),
                 "draft_load_config": {"load_format": "auto"},
-                "draft_sample_method": config.draft_sample_method,
+                "draft_sample_method": draft_sample_method(config, target, "eagle3"),
             },
             model=lambda: starting_folder(draft, config.seed, target.dtype),
             harvest=shape.aux_layers,

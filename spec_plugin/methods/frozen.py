@@ -61,7 +61,7 @@ class FrozenMethod:
         settings: dict[str, Any] = {
             "method": kind,
             **common_settings(config, target, all_or_nothing_k=parallel and kind != "dflash"),
-            "draft_sample_method": config.draft_sample_method,
+            "draft_sample_method": "greedy" if config.draft_sample_method == "auto" else config.draft_sample_method,
         }
         if kind != "draft_model":
             settings["draft_load_config"] = {"load_format": "auto"}

@@ -16,6 +16,7 @@ from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.hookspecs import hookimpl
 from spec_plugin.api.method import Method, StartingDraft
 from spec_plugin.methods.checkpoints import tensor_names
+from spec_plugin.methods.sample_method import draft_sample_method
 from spec_plugin.methods.tables import common_settings, refuse_options_of_a_draft
 from spec_plugin.plan.refusals import refusing
 
@@ -42,7 +43,7 @@ class MtpMethod:
         settings = {
             "method": "mtp",
             **common_settings(config, target),
-            "draft_sample_method": config.draft_sample_method,
+            "draft_sample_method": draft_sample_method(config, target, "mtp"),
         }
         (architecture, *_) = _read(ModelBasics, target.hf_config, target).architectures or ["none"]
         if architecture not in TRAINED and not config.train:

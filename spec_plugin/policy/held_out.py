@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from draft_training import DraftTrainer, SliceReport
+from draft_training import DraftTrainer, Evaluation
 from draft_training.parts import Part
+from spec_plugin.policy.proposals import Proposals
 
 #: share of the time for draft training in which the draft is measured, in the mean
 SHARE = 0.15
@@ -20,10 +21,12 @@ CONTEXT = 512
 class HeldOut:
     """Measures the draft, on as many tokens as the time put aside for it pays for: in each slice, or in one of several."""
 
-    def __init__(self) -> None:
+    def __init__(self, proposals: Proposals) -> None:
+        """Nothing is measured yet. ``proposals`` are told what the draft would make, and choose what ``report`` is about."""
+        self._proposals = proposals
         #: of the draft as it was then, on newer text than all that it had been trained on, by a policy that had moved since: what
         #: the engine would have accepted. On text of the slice itself every draft looks good. None: nothing was measured yet.
-        self.report: SliceReport | None = None
+        self.report: Evaluation | None = None
         self._put_aside = 0.0  # seconds
         self._token_seconds: float | None = None  # what a token took, lately
 
@@ -53,11 +56,11 @@ class HeldOut:
         Returns:
             Whether any rank had text to measure it on.
         """
-        found = trainer.evaluate(parts, k, CONTEXT)
+        found = trainer.evaluate(parts, k, CONTEXT, self._proposals.sampling)
         if found.tokens:
             mine = found.seconds / max(1, found.tokens // trainer.ranks)
             self._token_seconds = mine if self._token_seconds is None else (self._token_seconds + mine) / 2.0
             self._put_aside = max(0.0, self._put_aside - found.seconds)
         if found.rounds:
-            self.report = found
+            self.report = self._proposals.judged(found)
         return bool(found.rounds)

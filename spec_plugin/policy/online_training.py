@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from spec_plugin.api.method import KNOWS_NOTHING, Method, StartingDraft
 from spec_plugin.api.ranks import is_first, on_any_rank, together
 from spec_plugin.policy.held_out import EACH, SHARE, HeldOut
 from spec_plugin.policy.pace import Pace
+from spec_plugin.policy.proposals import Proposals
+from spec_plugin.step_cost.chances import tokens_per_step
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ logger = logging.getLogger(__name__)
 #: tokens per draft optimizer step, by device type: a window also bounds the context that the draft's attention learns
 TRAIN_TOKENS = defaultdict(lambda: 8192, cpu=512)
 #: beside a draft in a checkpoint: the chance of each drafted token that training predicts, so that a resumed run drafts at once
-_CHANCES = "expected_chances"
+_CHANCES, _TEMPERATURE = "expected_chances", "draft_temperature"
 #: share of the first text that an untrained draft is judged on, which it therefore does not train on in that slice
 _HELD_BACK = 0.125
 
@@ -85,7 +88,6 @@ class DraftTraining:
         self._trainer: DraftTrainer | None = None
         self._buffer: HiddenBuffer | None = None
         self._slice: SliceReport | None = None
-        self._held_out = HeldOut()
         self._pace = Pace()
         self._resume_from: Path | None = None
         self._promised: tuple[float, ...] = ()  # of a draft that was resumed, until it is judged anew
@@ -95,6 +97,12 @@ class DraftTraining:
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """Keep the options; the draft is built at the first weight sync, when the policy's embedding is known."""
         self._config, self._target, self._method = config, target, method
+        self._begin_to_measure()
+
+    def _begin_to_measure(self) -> None:
+        """Nothing is known of the draft yet."""
+        self._proposals = Proposals(self._config, self._target, self._method)
+        self._held_out = HeldOut(self._proposals)
 
     @hookimpl(wrapper=True)
     def spec_recover(self) -> Generator[None, Any, Any]:
@@ -104,7 +112,8 @@ class DraftTraining:
         counts = self._token_counts is not None
         lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
         self._slice = None
-        self._held_out, self._pace, self._promised = HeldOut(), Pace(), ()
+        self._begin_to_measure()
+        self._pace, self._promised = Pace(), ()
         if lacks or (counting and counted):
             self._trainer = self._buffer = self._token_counts = None
         elif self._trainer is not None:
@@ -143,6 +152,7 @@ class DraftTraining:
         if resumes:
             saved = trainer.load(self._resume_from or "")  # the first rank reads
             self._promised = tuple(saved.get(_CHANCES, ()))
+            self._proposals.resume(saved.get(_TEMPERATURE))
             self._token_counts = None
         return trainer
 
@@ -182,7 +192,9 @@ class DraftTraining:
         if knows and held_out.measure(trainer, k, lambda: buffer.newest(tokens, EACH)) and held_out.report is not None:
             self._pace.judged(held_out.report.acceptance_length, k + 1.0)
         if unseen and not self._method.newborn:
-            unseen = held_out.report is not None and held_out.report.acceptance_length < KNOWS_NOTHING
+            # by its likeliest tokens: of a flat policy's tokens any draft would draw some
+            greedy = held_out.report and replace(held_out.report, draft_temperature=0.0)
+            unseen = greedy is not None and greedy.acceptance_length < KNOWS_NOTHING
             if unseen:  # such as a layer that was never trained
                 trainer.schedule.newborn = True
         # an untrained draft has seen no text of before: some of the first is kept from it, so that it can be measured at once
@@ -205,6 +217,7 @@ class DraftTraining:
             tensors=tensors,
             digest=digest(tensors) if self._config.audit else fingerprint(tensors),
             expected_chances=self._chances,
+            draft_temperature=self._proposals.draft_temperature,
         )
 
     @hookimpl
@@ -212,9 +225,15 @@ class DraftTraining:
         """Loss, predicted acceptance and cost of the last slice."""
         if self._slice is None or self._buffer is None or self._trainer is None:
             return {}
-        return {
+        report = self._held_out.report
+        of_text: dict[str, float] = {}
+        if report is not None and self._proposals.sampling is not None:
+            of_text["spec/entropy"] = report.proposals.mean_entropy
+            of_text["spec/ceiling"] = tokens_per_step((*report.proposals.ceiling, 0.0), self._config.k)
+        return of_text | {
             "spec/draft_loss": self._slice.loss,
-            "spec/expected_acceptance": report.acceptance_length if (report := self._held_out.report) else 1.0,
+            "spec/draft_temperature": self._proposals.draft_temperature,
+            "spec/expected_acceptance": report.acceptance_length if report else 1.0,
             "spec/train_ms": self._slice.seconds * 1e3,
             "spec/train_share": self._config.train_share * self._pace.share,
             "spec/train_steps": float(self._slice.steps),
@@ -225,7 +244,8 @@ class DraftTraining:
     def spec_save(self, path: Path) -> None:
         """Write draft, optimizer, versions and random streams to ``path/draft``; before the first weight sync there is none."""
         if self._trainer is not None:
-            self._trainer.save(path / "draft", {_CHANCES: self._chances})
+            about = {_CHANCES: self._chances, _TEMPERATURE: self._proposals.draft_temperature}
+            self._trainer.save(path / "draft", about)
 
     @property
     def _chances(self) -> tuple[float, ...]:

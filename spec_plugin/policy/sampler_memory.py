@@ -16,7 +16,12 @@ _V1_PROFILED, _CHUNK = 30, 1 << 30
 
 
 def fit_sampler_memory(
-    table: Sequence[int], vocab_size: int, room: int = ROOM, in_chunks: bool = False, ranks: int = 1
+    table: Sequence[int],
+    vocab_size: int,
+    room: int = ROOM,
+    in_chunks: bool = False,
+    ranks: int = 1,
+    sampled: bool = False,
 ) -> tuple[int, ...]:
     """A table with k cut to where the sampler's tensors fit into what vLLM's memory profile has seen of them, and ``room``.
 
@@ -40,6 +45,8 @@ def fit_sampler_memory(
         room: bytes that a card has beside what vLLM counts.
         in_chunks: is it the V2 runner, of a vLLM that verifies in chunks.
         ranks: of tensor parallelism.
+        sampled: are proposals drawn: V1 then keeps what each of the b * k was drawn from, 4 bytes, and copies it to verify; V2
+            has taken that at start.
     """
     most = len(table) - 1
     gathered = 2.0 if ranks == 1 else 2.0 * (2.0 + 1.0 / ranks)
@@ -47,7 +54,7 @@ def fit_sampler_memory(
     def bytes_of(b: Numbers, k: int) -> Numbers:
         rows: Numbers = vocab_size * b * (k + 1)
         if not in_chunks:
-            return 14 * rows + vocab_size * (8 * b * k + 6 * b)
+            return 14 * rows + vocab_size * ((8 + 8 * sampled) * b * k + 6 * b)
         most_at_once: Numbers = np.maximum(gathered * rows, 2 * rows + np.minimum(4 * rows, _CHUNK))
         return most_at_once
 

@@ -52,6 +52,23 @@ SCHEMA = (
     ),
     Metric("spec/acceptance_pos_{i}", "", 0, 1, "share of verification steps that accepted drafted token i"),
     Metric("spec/expected_acceptance", "", 1, 17, "acceptance length that draft training predicts"),
+    Metric(
+        "spec/draft_temperature",
+        "",
+        0,
+        1,
+        "at which the draft's proposals are drawn, as a factor of the rollouts' temperature; 0: its likeliest tokens",
+    ),
+    Metric(
+        "spec/entropy", "nats", 0, 20, "entropy of what the rollouts sample from, per token, where training replays it"
+    ),
+    Metric(
+        "spec/ceiling",
+        "",
+        1,
+        17,
+        "acceptance length of a perfect draft that proposes the policy's likeliest token, at spec.k",
+    ),
     Metric("spec/break_even_b{size}", "", 0, 1e3, "acceptance length from which speculation pays at this batch size"),
     Metric("spec/k_b{size}", "", 0, 16, "tokens drafted per request at this batch size in this step"),
     Metric(

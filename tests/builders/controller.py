@@ -41,8 +41,11 @@ def refreshed(c: BreakEvenController, expected: float | None, installed: bool = 
     promised(c, () if expected is None else (constant_acceptance(expected, K),) * K, installed)
 
 
-def promised(c: BreakEvenController, chances: tuple[float, ...], installed: bool = True) -> None:
-    c.spec_refreshed(DraftRefresh(1, 1, {}, "", chances), RefreshReport(installed, 1, "", 1.0))
+def promised(
+    c: BreakEvenController, chances: tuple[float, ...], installed: bool = True, draft_temperature: float = 1.0
+) -> None:
+    refresh = DraftRefresh(1, 1, {}, "", chances, draft_temperature)
+    c.spec_refreshed(refresh, RefreshReport(installed, 1, "", 1.0))
 
 
 def rolled_out(c: BreakEvenController, acceptance: float | None, drafts: int = 1000) -> None:

@@ -61,10 +61,10 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/engine/vllm/extension.py",
         "SpecWorkerExtension.__new__",
-        'if v2 and vllm_config.speculative_config.draft_sample_method == "probabilistic":',
-        'if v2 and vllm_config.speculative_config.draft_sample_method == "greedy":',
+        "patches.apply_each([TEMPERATURE_PATCHES[v2], *(NOISE_PATCHES if v2 else ())], skip)",
+        "patches.apply_each([TEMPERATURE_PATCHES[v2]], skip)",
         "law 2: an engine that samples its proposals starts without the repair of their noise",
-        ("test_draft_noise.py::test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch",),
+        ("test_draft_noise.py::test_law_2_an_engine_that_samples_its_proposals_starts_with_the_patches_of_its_runner",),
     ),
     Mutation(
         "spec_plugin/engine/vllm/parent.py",

@@ -381,12 +381,12 @@ MUTATIONS = (
         ("test_law6_no_memory.py",),
     ),
     Mutation(
-        "draft_training/loss.py",
-        "replay_stats",
-        "alive = valid[j + 1] & F.pad(match[j, : total - 1], (1, 0))",
-        "alive = valid[j + 1] & match[j]",
+        "draft_training/proposals.py",
+        "replay_proposals",
+        "reach = F.pad((reach * chance[:ways, j])[:, : total - 1], (1, 0))",
+        "reach = reach * chance[:ways, j]",
         "the judge follows the chains of the wrong rows",
-        ("test_draft_loss.py",),
+        ("test_draft_proposals.py",),
     ),
     Mutation(
         _SCHEDULE,

@@ -32,6 +32,11 @@ from spec_plugin.engine.vllm.capabilities import find_draft
 from spec_plugin.engine.vllm.repairs import patches
 from spec_plugin.engine.vllm.repairs.adapters import ADAPTER_PATCHES
 from spec_plugin.engine.vllm.repairs.draft_noise import NOISE_PATCHES
+from spec_plugin.engine.vllm.repairs.draft_temperature import (
+    TEMPERATURE_PATCHES,
+    refuse_untempered,
+    set_draft_temperature,
+)
 from spec_plugin.engine.vllm.repairs.graphs import GRAPH_PATCHES
 from spec_plugin.engine.vllm.repairs.hidden_states import complete_target
 from spec_plugin.engine.vllm.repairs.on_cpu import apply_cpu_patches, repack
@@ -45,6 +50,7 @@ class _Served:
     version: int = refresh.NO_VERSION
     digest: str = ""
     fingerprint: str | None = None  # of the weights as they were installed, or first seen
+    draft_temperature: float = 1.0  # at which its proposals are drawn, where the engine samples them
 
 
 @dataclass
@@ -79,13 +85,13 @@ class SpecWorkerExtension:
         skip = tuple(own_settings(vllm_config).get("skip_patches", ()))
         if vllm_config.speculative_config is not None:
             v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))  # some releases have no such word
-            check_running_config(vllm_config.speculative_config, str(vllm_config.device_config.device_type), v2)
+            check_running_config(vllm_config.speculative_config)
             if getattr(vllm_config, "lora_config", None) is not None:
                 patches.apply_each(ADAPTER_PATCHES, skip)
             if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
                 patches.apply_each(GRAPH_PATCHES, skip)
-            if v2 and vllm_config.speculative_config.draft_sample_method == "probabilistic":
-                patches.apply_each(NOISE_PATCHES, skip)
+            if _samples(vllm_config):
+                patches.apply_each([TEMPERATURE_PATCHES[v2], *(NOISE_PATCHES if v2 else ())], skip)
             complete_target(vllm_config)
         apply_cpu_patches(skip)
         if (tokens := own_settings(vllm_config).get("prompt_trees")) is not None:
@@ -102,7 +108,14 @@ class SpecWorkerExtension:
         self._spec_remember(self._spec_layout())
 
     def spec_install_file(
-        self, path: str, version: int, digest: str, names: Iterable[str], force: bool = False, hold: bool = False
+        self,
+        path: str,
+        version: int,
+        digest: str,
+        names: Iterable[str],
+        draft_temperature: float = 1.0,
+        force: bool = False,
+        hold: bool = False,
     ) -> dict[str, Any]:
         """Swap the draft of a safetensors file in, all or nothing, on all tensor parallel ranks or on none.
 
@@ -113,6 +126,7 @@ class SpecWorkerExtension:
             version: draft version; must be newer than the served one.
             digest: of all tensors as the sender has them, a sha256 or a fingerprint (``draft_training.digest_like``).
             names: of the tensors that the sender sent.
+            draft_temperature: at which its proposals are drawn, where the engine samples them.
             force: install although the version is not newer, e.g. after sleep level 2 or on resume.
             hold: keep the previous draft until ``spec_settle``, for a run of several engines.
 
@@ -127,7 +141,8 @@ class SpecWorkerExtension:
         marks: list[str] = []  # of the new weights
         reason = self._spec_try_install(path, version, digest, names, force, backup.append, marks.append)
         if reason is None:
-            state.served = _Served(version, digest, marks[-1])
+            state.served = _Served(version, digest, marks[-1], draft_temperature)
+            set_draft_temperature(find_draft(self), draft_temperature)
             state.previous = (before, backup[0]) if hold else None
         backup.clear()
         _give_back()
@@ -155,6 +170,7 @@ class SpecWorkerExtension:
             draft: Any = find_draft(self)  # is there, or nothing had been installed
             refresh.restore(self._spec_layout(), backup)
             repack(draft)
+            set_draft_temperature(draft, served.draft_temperature)
         del previous, backup
         _give_back()
 
@@ -277,6 +293,8 @@ class SpecWorkerExtension:
     ) -> str | None:
         layout, tensors, place = Layout({}, {}), dict[str, Tensor](), HOST
         try:
+            if _samples(self.vllm_config):
+                refuse_untempered(find_draft(self))
             arrived = _read_on_all_ranks(path)
             layout = self._spec_layout()
             place = _roomy_place(layout)
@@ -305,6 +323,12 @@ class SpecWorkerExtension:
             seal=lambda: mark(fingerprint(layout.parameters)),
             place=place,
         )
+
+
+def _samples(vllm_config: Any) -> bool:
+    """Does the engine draw its proposals from what the draft makes of them."""
+    speculation = vllm_config.speculative_config
+    return speculation is not None and speculation.draft_sample_method == "probabilistic"
 
 
 def _roomy_place(layout: Layout) -> torch.device:

@@ -69,6 +69,7 @@ class BreakEvenController:
         self._stateful = False  # k changes between rollouts only
         self._served = 0  # rollouts in a row with drafts
         self._realised: float | None = None  # speed-up of the last rollout, where it had drafts
+        self._draft_temperature = 1.0  # of the proposals that the estimate is about
         self._newborn: bool | None = None  # not known before the first refresh
         self._plain_seconds = 0.0  # of the last phase without drafts, or as good as without
         self._granted = self._head_start = 0.0  # seconds of head start, in all and for the last slice
@@ -108,6 +109,8 @@ class BreakEvenController:
         if self._newborn is None:
             self._newborn = refresh.draft_version == 0  # a resumed one is not
         if report.installed:
+            if refresh.draft_temperature != self._draft_temperature:  # what was measured is of other proposals
+                self._draft_temperature, self.acceptance_estimate = refresh.draft_temperature, AcceptanceEstimate()
             self.acceptance_estimate.predicted(refresh.expected_chances)
 
     @hookimpl
@@ -145,7 +148,11 @@ class BreakEvenController:
         chosen = self._choose()
         if chosen.speculates and self._target.device_type == "cuda" and self._target.vocab_size is not None:
             table = fit_sampler_memory(
-                chosen.table, self._target.vocab_size, in_chunks=self._in_chunks, ranks=self._target.tensor_parallel
+                chosen.table,
+                self._target.vocab_size,
+                in_chunks=self._in_chunks,
+                ranks=self._target.tensor_parallel,
+                sampled=self._method.settings.get("draft_sample_method") == "probabilistic",
             )
             table = tuple(k * (k == self._config.k) for k in table) if self._method.all_or_nothing_k else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)

@@ -16,6 +16,7 @@ from spec_plugin.engine.vllm.repairs.patches import Guard, Patch
 from spec_plugin_cpu.repairs.convolutions import CONVOLUTIONS
 from spec_plugin_cpu.repairs.drafts_0_24 import DRAFTS_0_24
 from spec_plugin_cpu.repairs.norms import NORMS
+from spec_plugin_cpu.repairs.proposals import PROPOSALS
 
 
 def expand(
@@ -217,6 +218,7 @@ CPU_PATCHES = (
     *NORMS,
     *CONVOLUTIONS,
     *DRAFTS_0_24,
+    *PROPOSALS,
 )
 
 

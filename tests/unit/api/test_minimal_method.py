@@ -29,7 +29,7 @@ def config(**options: object) -> SpecConfig:
 
 def test_a_session_drafts_with_it() -> None:
     session = SpecSession(config(k=4), TARGET)
-    check_speculative_config(session.method.speculative_config(), device_type="cpu")
+    check_speculative_config(session.method.speculative_config())
     assert session.method.name == "repeats" and session.method.pretrained and session.method.variable_length
     assert not session.failed
 

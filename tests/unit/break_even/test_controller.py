@@ -364,6 +364,21 @@ def test_a_prediction_is_compared_with_the_engine_as_far_as_both_have_looked(cap
     assert not caplog.records
 
 
+def test_what_was_measured_of_other_proposals_says_nothing_of_these():
+    c = controller({8: 1.2}, k=8)
+    promised(c, (0.5,) * 8, draft_temperature=1.0)
+    on(c)
+    drafted(c, 8, 0.2)
+    promised(c, (0.6,) * 8, draft_temperature=1.0)
+    assert c.acceptance_curve[0] < 0.3, "of the same proposals the engine has seen less than training promises"
+    promised(c, (0.6,) * 8, draft_temperature=0.7)
+    assert c.acceptance_curve[:8] == (0.6,) * 8
+    on(c)
+    drafted(c, 8, 0.55)
+    promised(c, (0.7,) * 8, draft_temperature=0.85, installed=False)
+    assert c.acceptance_curve[0] < 0.6, "the engine goes on with the draft, and the temperature, of before"
+
+
 def born(seconds: float = 10.0, version: int = 0, **options: object) -> BreakEvenController:
     """After a first phase without drafts, of so many seconds; drafting pays from 1.2 tokens a step."""
     c = controller({8: 1.2}, **options)

@@ -60,9 +60,17 @@ class Speculation:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "v2", "patched"), [("probabilistic", True, True), ("greedy", True, False), ("greedy", False, False)]
+    ("drawn", "v2", "patched"),
+    [
+        ("probabilistic", True, ["draft_temperature_v2", "draft_noise"]),
+        ("probabilistic", False, ["draft_temperature_v1"]),
+        ("greedy", True, []),
+        ("greedy", False, []),
+    ],
 )
-def test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch(monkeypatch, drawn, v2, patched):
+def test_law_2_an_engine_that_samples_its_proposals_starts_with_the_patches_of_its_runner(
+    monkeypatch, drawn, v2, patched
+):
     applied = []
     monkeypatch.setattr(extension.patches, "apply_each", lambda group, skip: applied.extend(p.name for p in group))
     for done_elsewhere in ("complete_target", "apply_cpu_patches"):
@@ -75,4 +83,4 @@ def test_law_2_an_engine_of_v2_that_samples_its_proposals_starts_with_the_patch(
         additional_config={},
     )
     extension.SpecWorkerExtension.__new__(extension.SpecWorkerExtension, vllm_config=config)
-    assert applied == (["draft_noise"] if patched else [])
+    assert applied == patched

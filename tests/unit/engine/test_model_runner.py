@@ -13,7 +13,6 @@ from spec_plugin_conformance.tiny import tiny_config
 
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import TargetInfo
-from spec_plugin.engine import lossless
 from spec_plugin.methods.eagle3 import Eagle3Method
 from spec_plugin.plan import model_runner
 from spec_plugin.plan.model_runner import METHODS, runner_of
@@ -118,14 +117,6 @@ def test_a_cpu_has_v2_with_a_triton_for_it(installed, tmp_path, monkeypatch):
     (tmp_path / "backends" / "cpu").mkdir(parents=True)
     monkeypatch.setattr(model_runner, "folder_of", lambda package: tmp_path)
     assert v1_methods("cpu") == ON_V1
-
-
-def test_probabilistic_drafts_are_taken_on_a_cpu_by_v2_alone(installed, monkeypatch):
-    settings = {"method": "eagle3", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
-    with pytest.raises(SpecConfigError, match="V1 model runner"):
-        lossless.check_speculative_config(settings, device_type="cpu")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    lossless.check_speculative_config(settings, device_type="cpu")
 
 
 @pytest.mark.skipif(not find_spec("vllm"), reason="needs vLLM")

@@ -63,6 +63,7 @@ class Engine:
     def __init__(self, target: Target, folder: Path) -> None:
         self.worker: Any = object.__new__(SpecWorkerExtension)
         self.worker._spec_state = extension._State()
+        self.worker.vllm_config = SimpleNamespace(speculative_config=None)
         self.worker.model_runner = SimpleNamespace(get_model=lambda: target)
         draft = Eagle3Draft(target)
         self.worker.get_draft_model = lambda: draft

@@ -34,7 +34,7 @@ def worker(monkeypatch, tmp_path) -> Any:
     out._spec_state = extension._State()
     out.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2))
     out.get_draft_model = lambda: draft
-    out.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    out.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2), speculative_config=None)
     out.file = tmp_path / "draft.safetensors"
     return out
 

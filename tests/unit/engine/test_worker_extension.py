@@ -29,6 +29,7 @@ def worker(monkeypatch):
     monkeypatch.setattr(extension, "_all_ranks", lambda ok: verdicts.append(ok) or ok)
     worker = object.__new__(SpecWorkerExtension)
     worker._spec_state = extension._State()
+    worker.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(draft_sample_method="greedy"))
     runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2))
     worker.model_runner, worker.get_draft_model, worker.verdicts = runner, lambda: draft, verdicts
     return worker

@@ -66,7 +66,7 @@ def method(path: Path | str = "m", hf: dict[str, Any] = HF, load_format: str = "
 def test_the_checkpoints_own_layer_is_served_and_trained_on(tmp_path: Path, files: int) -> None:
     expected = layer_of(tmp_path, files)
     found = method(tmp_path)
-    check_speculative_config(found.speculative_config(), device_type="cpu")
+    check_speculative_config(found.speculative_config())
     assert "model" not in found.speculative_config(), "vLLM takes the target's own"
     assert found.pretrained and not found.newborn and found.harvest == (5,), (
         "what enters the norm behind the fifth layer"

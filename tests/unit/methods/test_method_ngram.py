@@ -19,7 +19,7 @@ def test_it_trains_and_harvests_nothing_and_takes_any_target() -> None:
     assert method.pretrained and method.variable_length
     settings = method.speculative_config()
     assert "model" not in settings
-    check_speculative_config(settings, device_type="cpu")
+    check_speculative_config(settings)
 
 
 @pytest.mark.parametrize("option", [{"draft": "/a"}, {"draft_vocab_size": 64}, {"aux_layers": (1, 2, 3)}])

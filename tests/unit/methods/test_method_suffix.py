@@ -46,7 +46,7 @@ def plugin(**options: Any) -> SuffixMethod:
 
 def test_what_the_engine_is_told_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = method(monkeypatch, k=6, memory_tokens=2048)
-    check_speculative_config(found.speculative_config(), device_type="cpu")
+    check_speculative_config(found.speculative_config())
     assert (
         found.pretrained
         and found.variable_length

@@ -10,6 +10,9 @@ import pytest
 
 from spec_plugin.policy.held_out import FIRST, LEAST, MOST, SHARE, HeldOut
 
+#: of an engine that proposes a draft's likeliest tokens
+GREEDY: Any = SimpleNamespace(sampling=None, judged=lambda found: found)
+
 
 class Dear:
     """A draft whose measurement takes so many seconds a token."""
@@ -19,7 +22,7 @@ class Dear:
     def __init__(self, token_seconds: float) -> None:
         self.token_seconds, self.seconds = token_seconds, 0.0
 
-    def evaluate(self, parts: Any, k: int, context: int) -> Any:
+    def evaluate(self, parts: Any, k: int, context: int, sampling: Any) -> Any:
         tokens = sum(map(len, parts()))
         self.seconds += tokens * self.token_seconds
         return SimpleNamespace(tokens=tokens, seconds=tokens * self.token_seconds, rounds=tokens // 3)
@@ -27,7 +30,7 @@ class Dear:
 
 def measured(token_seconds: float, slice_seconds: float, slices: int) -> tuple[list[int], float]:
     """On how many tokens in each slice, and which share of all slices' time that took from the second one on."""
-    held_out, draft, found = HeldOut(), Dear(token_seconds), []
+    held_out, draft, found = HeldOut(GREEDY), Dear(token_seconds), []
     for _ in range(slices):
         tokens = held_out.tokens(slice_seconds)
         held_out.measure(draft, 8, lambda n=tokens: [range(n)])  # type: ignore[arg-type]
@@ -50,7 +53,7 @@ def test_where_it_costs_little_as_much_is_measured_as_is_worth_it() -> None:
 
 
 def test_time_put_aside_does_not_pile_up() -> None:
-    held_out, draft = HeldOut(), Dear(1e-3)
+    held_out, draft = HeldOut(GREEDY), Dear(1e-3)
     held_out.measure(draft, 8, lambda: [range(256)])  # type: ignore[arg-type]
     for _ in range(1000):
         held_out.tokens(100.0)

@@ -1,0 +1,56 @@
+"""vLLM's ``draft_sample_method`` of an engine: may the run choose, and change, how its draft proposes tokens."""
+
+from __future__ import annotations
+
+import logging
+
+from spec_plugin.api.config import SpecConfig
+from spec_plugin.api.events import TargetInfo
+from spec_plugin.plan.model_runner import Runner, runner_of
+from spec_plugin.plan.sources import source_of
+
+logger = logging.getLogger(__name__)
+
+#: bytes that vLLM's V2 model runner may take at start for the logits of what was proposed
+_ROOM = 4 << 30
+#: where each model runner says that it can sample proposals
+_CAN = {
+    False: ("v1/spec_decode/llm_base_proposer.py", "_enable_probabilistic_draft_probs"),
+    True: ("v1/worker/gpu/spec_decode/speculator.py", "class DraftModelSpeculator"),
+}
+
+
+def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> str:
+    """What to tell vLLM of a draft that the run trains: "probabilistic" leaves both open, see ``policy.proposals``.
+
+    Args:
+        config: the options.
+        target: the engine's.
+        method: by vLLM's name.
+    """
+    if config.draft_sample_method != "auto":
+        return config.draft_sample_method
+    runner = runner_of({"method": method}, target.device_type)
+    if why_greedy(config, target, runner):
+        return "greedy"
+    kept = 2 * target.max_num_seqs * config.k * (target.vocab_size or 0)
+    if runner.v2 and target.device_type == "cuda" and kept > _ROOM:
+        logger.warning(
+            "spec-plugin: the draft proposes its likeliest tokens throughout: to draw them vLLM would keep the logits of %d "
+            "tokens of each of %d requests, %.1f GiB on each card. A lower max_num_seqs or spec.k leaves it open",
+            *(config.k, target.max_num_seqs, kept / 2**30),
+        )
+        return "greedy"
+    return "probabilistic"
+
+
+def why_greedy(config: SpecConfig, target: TargetInfo, runner: Runner) -> str:
+    """Why a run that may choose has to propose the draft's likeliest tokens throughout; empty: it need not."""
+    if not config.train:
+        return "nothing is trained, so that nobody measures what else would be accepted"
+    if not float(target.sampling.get("temperature", 1.0)) > 0.0:
+        return "rollouts at temperature 0 accept nothing but the likeliest token"
+    file, word = _CAN[runner.v2]
+    if word not in source_of("vllm", file):
+        return "the installed vLLM cannot sample proposals"
+    return ""
