@@ -102,7 +102,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         """
         items = self.trainer.replay_buffer.items
         stated_in_loss = self.strategy.args.algo.advantage.is_correction_level != "off"
-        self._spec.control.agree()
+        self._spec.agree()
         recomputed = _padded([item.action_log_probs for item in items])
         self._spec.check(_responses(items, self.strategy.args.data.max_len), recomputed, rollout_in_loss=stated_in_loss)
         status: dict[str, Any] = super().fit(kl_ctl)

@@ -21,7 +21,6 @@ from verl.utils import tensordict_utils as tu
 from spec_plugin.adapter import (
     EngineLink,
     Responses,
-    RolloutControl,
     RolloutHarvest,
     SpecRun,
     SpecSession,
@@ -42,7 +41,7 @@ class BackendParts:
         """Dtype of the forward pass, as torch names it."""
         raise NotImplementedError
 
-    def spec_harvest(self, control: RolloutControl) -> RolloutHarvest:
+    def spec_harvest(self, run: SpecRun) -> RolloutHarvest:
         """Made once, at ``attach``: what captures the hidden states of this rank's log-prob passes."""
         raise NotImplementedError
 

@@ -5,14 +5,15 @@ loss loses most of what the engine said beside each part. So the engine keeps it
 policy version, and which tokens of it without drafts. The trainer knows the documents; a fingerprint of all tokens up to the
 end of a stretch brings the two together, whoever cut and joined them. Beside it go sums of the log-probs that the engine
 stated, each weighed by its place, as every dtype in which a trainer may carry them rounds them: what enters the loss must have
-one of these sums, so that none is exchanged, moved or replaced, however long the text is.
+one of these sums, so that none is exchanged, moved or replaced, however long the text is. Where a trainer goes without the
+engine's log-probs, its samples must be verified all the same: the last few spans of each engine then hold them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: that an engine keeps at most, until it is asked
-KEPT = 65_536
+#: spans that an engine keeps at most, until it is asked; and those with log-probs that the trainer did not ask for
+KEPT, KEPT_LOG_PROBS = 65_536, 64
 #: versions after which nobody will ask for a span any more, and spans of all engines that are remembered at most, about
 _VERSIONS, _REMEMBERED = 64, 262_144
 
@@ -48,6 +49,8 @@ class Span:
     plain_until: int
     #: ``weighed`` sum of its log-probs as the engine stated them, carried in each dtype of ``CARRIED``
     stated: tuple[float, ...] | None = None
+    #: [until - first] float64 nats, of some spans whose log-probs the trainer did not ask for, in a form that is cheap to send
+    log_probs: bytes | None = field(default=None, compare=False)
 
 
 #: among an engine's spans: there are others, which it has not kept

@@ -6,6 +6,8 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ import pluggy
 from draft_training.errors import CheckpointError
 from draft_training.files import refuse_code
 from spec_plugin.api import hookspecs
+from spec_plugin.api.answers import type_and_value
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.method import Method
 from spec_plugin.methods.fit import refuse_two_policies, refuse_unfit
+from spec_plugin.plan.engine_class import keeps_states
 from spec_plugin.plan.hub import draft_folder, folder_without_code
 from spec_plugin.plan.refusals import refusing
 
@@ -121,6 +125,29 @@ def ask_method(
     if isinstance(found, Method):
         refuse_unfit(found, config, target)
     return found
+
+
+def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager) -> Method:
+    """How the run drafts, from the first plugin that knows.
+
+    Raises:
+        SpecConfigError: if no plugin knows ``config.method``, or the one that does refuses this target.
+    """
+    found = ask_method(config, target, manager)
+    if found is None:
+        names = sorted(n for n, _ in manager.list_name_plugin())
+        meant = "".join(f" (did you mean {name!r}?)" for name in get_close_matches(config.method, names, n=1))
+        raise SpecConfigError(
+            f"spec.method={config.method!r}: no active plugin provides it{meant}; active plugins: {', '.join(names)}. Correct "
+            "the name, install the plugin that has it, or take it out of spec.block"
+        )
+    if not isinstance(found, Method):
+        raise SpecConfigError(
+            f"spec.method={config.method!r}: a plugin's spec_method returned {type_and_value(found)}; expected a "
+            "spec_plugin.api.method.Method"
+        )
+    # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.recurrent_states
+    return replace(found, whole=True) if keeps_states(target.hf_config) else found
 
 
 def call_each(

@@ -54,7 +54,7 @@ class RanksLink(EngineLink):
 
     # ---- on the first rank
 
-    async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every rank's engine at once, and wait for all.
 
         Raises:
@@ -92,7 +92,7 @@ class RanksLink(EngineLink):
             else:
                 thread.join()
 
-    def keep(self, policy_version: int, refresh: DraftRefresh | None) -> None:
+    def on_local_draft(self, policy_version: int, refresh: DraftRefresh | None) -> None:
         """This rank's own draft behind a weight sync; None: it has none to install."""
         with self._has_draft:
             self._draft = (policy_version, refresh)

@@ -69,7 +69,8 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     session.load(folder)
     refresh = session.weight_sync(sync)
     if refresh is not None:
-        session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
+        report = RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
+        session.manager.hook.spec_refreshed(refresh=refresh, report=report)
     if version == 0:
         kinds = ((0, True, 1.0), (0, False, 1.1), (3, False, 1.5))
         steps = tuple(StepTiming(SEQS, k, paused, seconds, 100) for k, paused, seconds in kinds)

@@ -39,8 +39,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/engine/front.py",
         "EngineFront.sample",
-        "joins = listed and self._rollouts_began",
-        "joins = self._rollouts_began",
+        "if listed and self._rollouts_began and not given:",
+        "if self._rollouts_began and not given:",
         "a request that drafts nowhere has a stretch of the control group",
         ("test_front_phase.py",),
     ),

@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import unwrap_model
 
-from spec_plugin.adapter import LAST, Documents, HiddenStates, Piece, Reason, RolloutControl, RolloutHarvest, Rows, Taps
+from spec_plugin.adapter import LAST, Documents, Piece, Reason, RolloutHarvest, Rows, SpecRun, Taps, packed
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -44,9 +44,9 @@ class MegatronActor(SpecActor):
         """Of the parameters, which is the forward pass's."""
         return str(self.param_dtype).removeprefix("torch.")
 
-    def spec_harvest(self, control: RolloutControl) -> PipelineHarvest:
+    def spec_harvest(self, run: SpecRun) -> PipelineHarvest:
         """Hooks on the layers of this rank's stage."""
-        return PipelineHarvest(control, self)
+        return PipelineHarvest(run, self)
 
     def spec_modules(self) -> Sequence[nn.Module]:
         """The model chunks of this pipeline stage; one, since virtual pipelines are refused."""
@@ -101,7 +101,7 @@ class _Documents:
 class PipelineHarvest(RolloutHarvest):
     """Harvest of one Megatron rank: it keeps its stage's part of each pass, and ``deliver`` brings the parts together."""
 
-    def __init__(self, control: RolloutControl, engine: Any) -> None:
+    def __init__(self, run: SpecRun, engine: Any) -> None:
         """Bind to a session and an engine; nothing is captured before ``open``."""
         self._engine = engine
         tensor, context = mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()
@@ -111,7 +111,7 @@ class PipelineHarvest(RolloutHarvest):
         self._stages: int = mpu.get_pipeline_model_parallel_world_size()
         self._documents = _Documents()
         self._seconds = 0.0  # of this pass
-        super().__init__(control, self._columns * self._stages, mpu.get_tensor_and_context_parallel_group())
+        super().__init__(run, self._columns * self._stages, mpu.get_tensor_and_context_parallel_group())
 
     def taps(self, layers: Sequence[int]) -> Taps:
         """On the layers of this stage; its chunk is a ``GPTModel``, or a multimodal one around it."""
@@ -157,7 +157,11 @@ class PipelineHarvest(RolloutHarvest):
                 states = kept.states if self._stages == 1 else self._exchanged(kept)
             _check_complete((*self._wanted, LAST), states, len(kept.ids))
             if own := [i for i, stage in enumerate(kept.stages) if stage == self._stage]:
-                session.target_forward(self._event(kept, own, states))
+                parts = [(kept.ids[i], kept.masks[i], kept.offsets[i]) for i in own]
+                by_layer = [torch.cat([states[layer][i] for i in own]) for layer in (*self._wanted, LAST)]
+                began = time.perf_counter() - self._seconds
+                if (hidden := packed(parts, by_layer, self._run.policy_version, began)) is not None:
+                    session.target_forward(hidden)
 
     def _exchanged(self, kept: _Documents) -> dict[int, list[Tensor]]:
         """States of all layers that a stage has; of documents that are another stage's, nothing (collective)."""
@@ -201,20 +205,6 @@ class PipelineHarvest(RolloutHarvest):
                 for i, part in zip(own, torch.split(rows.cpu(), sizes), strict=True):
                     out[i] = part
         return out
-
-    def _event(self, kept: _Documents, own: Sequence[int], states: Mapping[int, Sequence[Tensor]]) -> HiddenStates:
-        last = torch.cat([states[LAST][i] for i in own])
-        aux = [torch.cat([states[layer][i] for i in own]) for layer in self._wanted or ()]
-        return HiddenStates(
-            input_ids=torch.cat([kept.ids[i] for i in own]),
-            aux=torch.cat([last[:, :0], *aux], dim=-1),
-            last=last,
-            loss_mask=torch.cat([kept.masks[i] for i in own]),
-            lengths=tuple(len(kept.ids[i]) for i in own),
-            policy_version=self._control.policy_version,
-            milliseconds=self._seconds * 1e3,
-            offsets=tuple(kept.offsets[i] for i in own),
-        )
 
 
 def _check_complete(wanted: Sequence[int], found: Mapping[int, Any], documents: int) -> None:

@@ -34,7 +34,7 @@ from builders.law6_faults import (
 )
 
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfigError, hookimpl
-from spec_plugin.trainer import rollout_control as control_module
+from spec_plugin.trainer import engine_control as control_module
 
 #: call -> what must happen after an answer of a wrong type, None, and one with NaN in it
 TABLE: dict[str, tuple[str, str, str]] = {
@@ -69,7 +69,6 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "link.share_rollouts": (OFF, OFF, OFF),
     "link.remember": (ON, ON, ON),
     "link.spans": (OFF, OFF, OFF),
-    "link.witnesses": (OFF, OFF, OFF),
     "link.state": (OFF, OFF, ON),
 }
 #: bookkeeping on which no draft depends: a failure is a warning

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from builders.law6_faults import TIME_OUT, Drafter, FakeLink, Fault, make, steps
+from builders.spec_run import run_of, spans_of, synced
 from builders.training import TARGET, sync
 
 from spec_plugin import SpecConfig, hookimpl
@@ -21,7 +22,6 @@ from spec_plugin.api.events import DraftRefresh, EngineSchedule, RefreshReport, 
 from spec_plugin.api.spans import Span
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_the_cancellation_of_the_run_itself_is_no_draft_trouble(tmp_path, said):
     control = make(link.fault, link, refresh_timeout_s=60.0)
 
     async def ended() -> None:
-        beginning = asyncio.create_task(control.begin())
+        beginning = asyncio.create_task(control.rollouts_begin())
         while "start_phase" not in link.calls:
             await asyncio.sleep(0.001)
         beginning.cancel()
@@ -58,7 +58,7 @@ def test_law_6_an_answer_that_somebody_else_has_cancelled_is_one_that_does_not_c
             await answer
 
     control = make(Fault(), Closing(Fault()))
-    asyncio.run(control.begin())
+    asyncio.run(control.rollouts_begin())
     assert control.session.failed and len(said("speculation is off")) == 1
 
 
@@ -214,7 +214,7 @@ def test_law_6_no_memory_for_a_copy_of_the_policy_costs_speculation_only(said):
     control = make(Fault())
     assert control.session.copy_of(Huge()) is None  # type: ignore[arg-type]
     assert control.session.failed and "2 GiB" in said("speculation is off")[0]
-    asyncio.run(control.synced(sync()))
+    synced(control, sync())
     assert "install" not in control.link.calls  # type: ignore[union-attr]
 
 
@@ -255,7 +255,7 @@ def test_law_7_that_nobody_chooses_k_is_said_once_and_its_rollouts_count_as_draf
     manager = create_manager(block=block, load_entry_points=False)
     manager.register(Drafter())
     config = SpecConfig(serve="always", refresh_timeout_s=0.1, self_test_seconds=1.0)
-    control = RolloutControl(SpecSession(config, TARGET, manager), FakeLink(Fault()))
+    control = run_of(SpecSession(config, TARGET, manager), FakeLink(Fault()))
     logged = list(steps(control, tmp_path))
     nobody = "controller" in block
     warnings = said("no plugin chooses how much to draft")
@@ -275,7 +275,7 @@ def test_law_3_is_never_switched_off_in_silence(options, why, said):
     for start in (1, 2):
         config = SpecConfig(**options)
         manager = create_manager(block=config.block, load_entry_points=False)
-        control = RolloutControl(SpecSession(config, TARGET, manager), FakeLink(Fault()))
+        control = run_of(SpecSession(config, TARGET, manager), FakeLink(Fault()))
         warnings = said("log-probs enter the loss without a check that they are the policy's")
         assert len(warnings) == start and why in warnings[-1]
         assert control.session.metrics()["spec/provenance"] == 0.0
@@ -295,5 +295,5 @@ def test_a_span_that_is_none_stops_nothing():
     control = make(Fault())
     control.link.spans = lambda: asyncio.sleep(0, [Span(None, None, None, None, 0, 0)])  # type: ignore
     control.policy_version = 3
-    control.spans()
+    spans_of(control)
     assert control.session.failed

@@ -30,8 +30,9 @@ from spec_plugin.api.rollouts import Rollout
 from spec_plugin.api.spans import FORGOTTEN
 from spec_plugin.lifecycle.blocking import run_blocking
 from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.log_probs import Responses
 from spec_plugin.trainer.rank_engines import RanksLink, random_streams_kept
-from spec_plugin.trainer.spec_run import Responses, SpecRun
+from spec_plugin.trainer.spec_run import SpecRun
 
 
 class Engine:
@@ -83,9 +84,6 @@ class Engine:
     async def spec_take_spans(self) -> list[Any]:
         self._note("spans")
         return [FORGOTTEN]
-
-    async def spec_witnesses(self) -> list[Any]:
-        return []
 
     async def spec_state(self, moment: str) -> EngineState:
         return EngineState(moment, 0, 0, "", "")
@@ -333,7 +331,7 @@ def test_a_refresh_that_an_engine_could_not_do_is_taken_back_to_the_draft_before
                     with suppress(RuntimeError):
                         asyncio.run(link.install(refresh, force=False))
                     if version == 3:
-                        asyncio.run(link.all("spec_settle", False))
+                        asyncio.run(link.call_all("spec_settle", False))
         return link._serves[0]
 
     async def broken(refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:
