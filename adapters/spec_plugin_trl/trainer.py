@@ -119,7 +119,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             return  # the same weights, of an engine that slept between two turns: not on all ranks, and its draft is there
         embed = head = None
         if self.run.session.method.draft is not None:
-            with self.run.spending():
+            with self.run.session.ledger.spending():
                 parts = self._policy.get_input_embeddings(), self._policy.get_output_embeddings()
                 embed = self._whole(parts[0])
                 head = embed if parts[0].weight is parts[1].weight else self._whole(parts[1])
@@ -296,7 +296,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             self.run.save(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER)
 
     def load_optimizer_and_scheduler(self, original: Callable[..., Any], checkpoint: str | None) -> None:
-        """Of a run that is resumed, the draft, too."""
+        """Load the draft with the optimizer where a run is resumed."""
         original(checkpoint)
         if checkpoint is not None:
             self.run.load(Path(checkpoint) / FOLDER)

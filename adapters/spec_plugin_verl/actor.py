@@ -218,7 +218,7 @@ class SpecActor(BackendParts):
             for module in self.spec_modules():
                 back.callback(module.train, module.training)
                 module.eval()
-            with run.spending(), run.logprob_pass():
+            with run.session.ledger.spending(), run.logprob_pass():
                 output = super().infer_batch(few, None)  # type: ignore[misc]
         log_probs = self.spec_log_probs(output, few)
         assert log_probs is not None

@@ -315,7 +315,7 @@ def harvest(size: Size, clock: Clock) -> None:
     import torch
 
     from draft_training import Document, HiddenBuffer
-    from spec_plugin.trainer.harvest import HarvestPlan
+    from spec_plugin.trainer.harvest_plan import HarvestPlan
 
     lengths, budget = lengths_of(size, size.rows), 16_384
     masks = [torch.arange(PROMPT + n) >= PROMPT for n in lengths]

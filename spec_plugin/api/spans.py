@@ -98,12 +98,12 @@ def weighed_as_carried(log_probs: Sequence[float], first: int) -> tuple[float, .
 
 
 def _shares(length: int) -> NDArray[np.float64]:
-    """The same places' weights of a log-prob, [length], in [1, 2)."""
+    """Weights of the log-probs at the first places of a document, [length], in [1, 2)."""
     return _shares_of(_kept_size(length))[:length]
 
 
 def _weights(length: int) -> NDArray[np.uint64]:
-    """Of the places of a document, [length]: odd, and the same for every document."""
+    """Weights of the token ids at the first places of a document, [length]: odd, and the same for every document."""
     return _weights_of(_kept_size(length))[:length]
 
 
@@ -143,11 +143,8 @@ class Spans:
         self._known: dict[tuple[int, int], list[Span]] = {}  # several requests may have sampled the same text
         self._by_version: dict[int, dict[Span, None]] = {}  # the same, in the order in which they came
         self.complete = True  # did what was last added have all that the engines had sampled
-        #: of ``_known`` and of what was forgotten since they were last gone through, in order
-        self._marks: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._maybe = np.zeros(
-            int(_LOW) + 1, bool
-        )  # by their lowest bits: most tokens end no span, and are seen to at once
+        #: by the lowest bits of a mark: may a span end with it; most tokens end none, and need not be looked up
+        self._maybe = np.zeros(int(_LOW) + 1, bool)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_version.values()))
@@ -165,27 +162,24 @@ class Spans:
             same.append(span)
             self._by_version.setdefault(span.version, {})[span] = None
             added.append(span.mark)
-        self._forget(policy_version - _VERSIONS)
-        if len(self._marks) > 2 * len(self) + KEPT:  # most of them are of what was forgotten
-            added, self._marks = [mark for _, mark in self._known], self._marks[:0]
+        if self._forget(policy_version - _VERSIONS):
+            added = [mark for _, mark in self._known]
             self._maybe[:] = False
-        new = np.sort(np.array(added, np.uint64))
-        self._maybe[new & _LOW] = True
-        # two sorted runs, which are merged in a time that grows with their length
-        self._marks = np.sort(np.concatenate([self._marks, new]), kind="stable")
+        self._maybe[np.array(added, np.uint64) & _LOW] = True
 
-    def _forget(self, oldest: int) -> None:
-        """Versions before this one, and as many more as are too many, but never the newest."""
-        kept = len(self)
+    def _forget(self, oldest: int) -> bool:
+        """Forget versions before this one, and as many more as are too many, but never the newest; were there any."""
+        kept = before = len(self)
         for version in sorted(self._by_version):
             if version >= oldest and (kept <= _REMEMBERED or version == max(self._by_version)):
-                return
+                break
             for span in self._by_version.pop(version):
                 same = self._known[span.until, span.mark]
                 same.remove(span)
                 if not same:
                     del self._known[span.until, span.mark]
                 kept -= 1
+        return kept < before
 
     def of(
         self,
@@ -230,13 +224,11 @@ class Spans:
 
     def _within(self, document: Tensor) -> list[list[Span]]:
         """Spans that end in the document, in their order. A step has as many tokens as a million, and this is on its path."""
-        if not len(self._marks):
+        if not self._known:
             return []
         marks = fingerprints(document.cpu().numpy())
         likely = np.flatnonzero(self._maybe[marks & _LOW])
-        places = np.searchsorted(self._marks, marks[likely]).clip(max=len(self._marks) - 1)
-        ends = likely[self._marks[places] == marks[likely]]
-        found = (self._known.get((int(until), int(marks[until]))) for until in ends)
+        found = map(self._known.get, zip(likely.tolist(), marks[likely].tolist(), strict=True))
         return [same for same in found if same]
 
 
@@ -244,7 +236,7 @@ class _Stated:
     """A row's log-probs, and their weighed sums over spans."""
 
     def __init__(self, log_probs: Tensor, mask: Tensor, start: int) -> None:
-        """Of a row [T] that begins at this place of its document, sampled where ``mask`` [T] is True."""
+        """Take one row, [T], that begins at place ``start`` of its document and was sampled where ``mask`` [T] is True."""
         if log_probs.dtype == torch.float64:  # engines state float32, as lists of numbers
             log_probs = log_probs.float()
         self._values, self._mask, self._start = log_probs.double().cpu().numpy(), mask.cpu().numpy(), start

@@ -78,7 +78,7 @@ class SpecEngineMethods:
 
 
 class EngineCalls(SpecEngineMethods):
-    """The same calls for an engine that lives in the actor's process, see ``spec_plugin.trainer.links.LocalLink``."""
+    """``SpecEngineMethods`` of an engine that lives in the actor's process, see ``spec_plugin.trainer.links.LocalLink``."""
 
     def __init__(self, front: EngineFront) -> None:
         self._spec_front = front

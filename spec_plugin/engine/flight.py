@@ -78,7 +78,7 @@ class Request:
         self.tokens = len(response)
 
     def answered(self, answer: Any, asked: bool = True) -> None:
-        """The same from vLLM's ``CompletionOutput``, with the log-prob of each sampled token where it has them."""
+        """Record vLLM's ``CompletionOutput``, with the log-prob of each sampled token where it has them."""
         self.completed(answer.token_ids, log_probs=stated_log_probs(answer) or None, asked=asked)
 
     def cut(self, tokens: int, version: int, drafted: bool) -> None:

@@ -31,10 +31,14 @@ ENTRY_POINT_GROUP = "spec_plugin"
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks for hooks among methods only.
+    """Knows our hooks, and looks for them among methods only.
 
     pluggy (1.6 does, later ones do not) reads every attribute of a plugin, and so computes properties before it is configured.
     """
+
+    def __init__(self) -> None:
+        super().__init__(hookspecs.PROJECT)
+        self.add_hookspecs(hookspecs)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         """What pluggy finds, but nothing for a property."""
@@ -62,8 +66,7 @@ def create_manager(
         built_in_plugins,  # late: it imports torch, and `spec-plugin --help` should not
     )
 
-    manager = _Manager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
+    manager = _Manager()
     blocked, builtins = set(block), built_in_plugins()
     foreign = {ep.name: ep for ep in entry_points(group=ENTRY_POINT_GROUP)} if load_entry_points else {}
     if unknown := blocked - set(builtins) - set(foreign):
@@ -94,8 +97,7 @@ def built_in_method(config: SpecConfig, target: TargetInfo, fetch: bool = False)
     """
     from spec_plugin.lifecycle.registry import built_in_methods
 
-    manager = _Manager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
+    manager = _Manager()
     for name, plugin in built_in_methods().items():
         manager.register(plugin, name=name)
     return ask_method(config, target, manager, fetch)
@@ -168,8 +170,7 @@ def call_each(
     Raises:
         BaseException: what ``each`` or a wrapper raises.
     """
-    wrappers = _Manager(hookspecs.PROJECT)
-    wrappers.add_hookspecs(hookspecs)
+    wrappers = _Manager()
     implementations = getattr(manager.hook, hook).get_hookimpls()
     wrapping = {found.plugin_name for found in implementations if found.wrapper or found.hookwrapper}
     for name, plugin in manager.list_name_plugin():  # in the order in which they came, which decides who is around whom

@@ -26,7 +26,7 @@ class PluginMetrics:
         self._left_out: set[tuple[str, object]] = set()  # that a warning has named
 
     def merged(self) -> dict[str, float]:
-        """Of all plugins; one that fails, or answers something else, does not silence the others."""
+        """All plugins' metrics; one that fails, or answers something else, does not silence the others."""
         session, found = self._session, list[Mapping[str, float]]()
 
         def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
@@ -49,7 +49,7 @@ class PluginMetrics:
         return merged
 
     def finite(self, who: str, answer: object) -> dict[str, float]:
-        """Those of somebody's metrics that are finite numbers under a name."""
+        """The part of somebody's answer that is finite numbers under names."""
         if not isinstance(answer, Mapping):
             if answer is not None:
                 self.leave_out(who, "all metrics", answer, "no mapping of names to numbers")

@@ -252,7 +252,7 @@ class SpecSession:
             self.refused = None  # its traceback holds the batch
 
     def check_stated(self, batch: StatedLogprobs) -> None:
-        """The same of log-probs that the engine stated and nobody recomputes.
+        """Let the guards look at log-probs that enter the loss as the engine stated them, and that nobody recomputes.
 
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values.

@@ -75,7 +75,7 @@ class EngineControl:
         return await asyncio.wait_for(call, _PATIENCE * self.session.config.refresh_timeout_s + seconds)
 
     async def _reach_rollouts(self, call: Awaitable[T]) -> T:
-        """The same of calls that hand rollouts on, chunk by chunk: each has the link's own limit, see ``CHUNK_TOKENS``."""
+        """An answer to a call that hands rollouts on in several chunks, each of which the link gives its own time."""
         config = self.session.config
         return await self._reach(call, 2 * (config.memory_tokens // CHUNK_TOKENS) * config.refresh_timeout_s)
 

@@ -324,7 +324,7 @@ class DecoderHarvest(RolloutHarvest):
 
     @property
     def decoder(self) -> Decoder:
-        """Of the policy."""
+        """The policy's decoder layers, looked for at each call."""
         return self._decoder()
 
     def taps(self, layers: Sequence[int]) -> Taps:

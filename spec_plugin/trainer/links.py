@@ -132,7 +132,7 @@ class EngineLink:
         return [rollout for part in parts for rollout in part]
 
     async def _take_rollouts(self, most_tokens: int) -> list[list[Rollout]]:
-        """Of each engine what it sampled: all of it where there is room for all, else of each as much as of any other."""
+        """Each engine's rollouts: all where there is room for all, else as many tokens of each engine as of any other."""
         parts: list[list[Rollout]] = [[] for _ in self.engines()]
         left, more, giving = most_tokens, False, len(parts)
         while left > 0 and giving:
@@ -221,7 +221,7 @@ def args_of(args: Sequence[Any], engine: int) -> list[Any]:
 
 
 def chosen_error(answers: Sequence[Any]) -> BaseException | None:
-    """Of what engines have raised, what must stop the run, else that of the first of them; None where none has."""
+    """The error among some answers that must stop the run, else the first error; None where no engine has raised."""
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     return next((error for error in errors if stops_the_run(error)), errors[0] if errors else None)
 

@@ -33,7 +33,7 @@ class Responses:
     cut: Tensor | None = None
 
     def versions(self, engine_versions: Tensor, current_version: int, allow_stale: bool) -> Tensor:
-        """Of each token the policy version, [B, T], as ``LogprobBatch`` has it: what the trainer was told and what engines said.
+        """Each token's policy version, [B, T], as ``LogprobBatch`` has it, from what the trainer was told and what engines said.
 
         Args:
             engine_versions: [B, T] by the engines, -1 unknown.
@@ -58,7 +58,7 @@ class Responses:
 def who_sampled(
     session: SpecSession, responses: Responses, spans: Spans, current_version: int, allow_stale: bool
 ) -> dict[str, Any]:
-    """Of each token what engines have said: ``versions``, ``drafted``, ``sampled`` and ``apart`` of a batch.
+    """What engines have said of each token: the fields ``versions``, ``drafted``, ``sampled`` and ``apart`` of a batch.
 
     Args:
         session: of this process; it knows whether the engines draft in the phase.

@@ -88,18 +88,16 @@ class SpecRun:
         #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
         self._spans, self._asked = Spans(), False
         self._with_log_probs: list[Span] = []  # since the last weight sync, on the first rank
-        if harvest is not None:
-            self.harvest = harvest(self)
-        else:
+        if harvest is None:
             assert decoder is not None, "either decoder or harvest"
-            self.harvest = DecoderHarvest(self, decoder, shards)
+            self.harvest: RolloutHarvest = DecoderHarvest(self, decoder, shards)
+        else:
+            self.harvest = harvest(self)
         self._evidence = EvidenceTap(self.harvest, session)
 
     def _serving(self) -> AbstractContextManager[None]:
         """Around what may call engines that live in the ranks' own processes."""
         return nullcontext() if self._ranks is None else self._ranks.serving()
-
-    # ---- weight sync and rollouts
 
     async def weights_synced(
         self,
@@ -126,8 +124,8 @@ class SpecRun:
         self._refuse(self._in_pass, "weights_synced", "inside logprob_pass; sync weights before or behind it")
         if not copied:
             embed, head = (None if t is None else self.session.copy_of(t) for t in (embed, head))
-        self._ahead, self._asked, self._synced = 0, False, True
-        self._with_log_probs = []
+        self._ahead, self._synced = 0, True
+        self._asked, self._with_log_probs = False, []
         self._evidence.begin(version)
         with self._serving():
             if self._overlaps:
@@ -199,12 +197,10 @@ class SpecRun:
             Whether it had on any rank, and has failed on none now: all begin anew, or none.
         """
         session, first, was_hidden = self.session, self.engines is not None, self.session.hidden
-        drafted, failed = first and session.speculating, session.failed and not session.follows
         hidden = first and session.ledger.hidden and session.config.serve == "auto"
+        own = first and session.speculating, self.lags, session.failed and not session.follows, hidden, failed_before
         try:
-            drafted, self.lags, failed, session.hidden, failed_before = on_any_rank(
-                drafted, self.lags, failed, hidden, failed_before
-            )
+            drafted, self.lags, failed, session.hidden, failed_before = on_any_rank(*own)
         except RanksPartedError as error:
             session.fail(Reason.OTHER_TROUBLE, error, for_good=True, doing="the ranks' agreement")
             return False
@@ -261,10 +257,6 @@ class SpecRun:
         ):
             yield
 
-    def spending(self) -> AbstractContextManager[None]:
-        """Around what the trainer's process does for our sake alone: it counts as what drafts cost."""
-        return self.session.ledger.spending()
-
     # ---- log-probs, before they enter the loss
 
     def check(
@@ -320,7 +312,7 @@ class SpecRun:
         self._checked = True
 
     def check_stated(self, responses: Responses) -> None:
-        """The same of log-probs that enter the loss as the engine stated them, and that nobody recomputes (collective).
+        """Check log-probs that enter the loss as the engine stated them, and that nobody recomputes (law 3; collective).
 
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values. Let it stop the run.
@@ -355,7 +347,7 @@ class SpecRun:
         with self._serving():
             if self.engines is not None and needed:
                 found = run_blocking(self.engines.spans())
-                self._with_log_probs += [span for span in found if span.log_probs is not None]
+            self._with_log_probs += [span for span in found if span.log_probs is not None]
             self._spans = self._spans if of_the_run else Spans()
             self._spans.complete = False
             with session.guarded(Reason.ENGINES, "what the engines say of their samples"):

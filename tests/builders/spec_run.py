@@ -64,7 +64,7 @@ def run_of(session: SpecSession, link: Any, **options: Any) -> SpecRun:
 
 def synced(run: SpecRun, event: WeightSync) -> None:
     """A weight sync, behind which rollouts do not begin yet."""
-    shared = event.embed, event.head
+    shared = event.embed, event.lm_head
     asyncio.run(run.weights_synced(event.policy_version, *shared, copied=True, rollouts_begin=False))
 
 

@@ -41,7 +41,7 @@ class MegatronActor(SpecActor):
     param_dtype: torch.dtype
 
     def spec_dtype(self) -> str:
-        """Of the parameters, which is the forward pass's."""
+        """Dtype of the parameters, in which the forward pass runs."""
         return str(self.param_dtype).removeprefix("torch.")
 
     def spec_harvest(self, run: SpecRun) -> PipelineHarvest:
@@ -89,12 +89,10 @@ class MegatronActor(SpecActor):
 
 @dataclass
 class _Documents:
-    """Of one pass, what this rank holds for itself and for other stages, in the order of the batch."""
+    """Pieces of one pass that this rank holds for itself and for other stages, in the order of the batch."""
 
-    ids: list[Tensor] = field(default_factory=list)
-    masks: list[Tensor] = field(default_factory=list)
+    parts: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)  # token ids, mask, tokens before it
     stages: list[int] = field(default_factory=list)  # whose document it is
-    offsets: list[int] = field(default_factory=list)  # tokens before it
     states: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer, of this stage: [n, H] in host memory
 
 
@@ -127,16 +125,15 @@ class PipelineHarvest(RolloutHarvest):
         super().open()
 
     def keep(self, taps: Taps, documents: Documents, pieces: Sequence[Piece], rows: Rows | None) -> None:
-        """Of each piece that a rank of this column keeps, what this stage owns (collective within the stage)."""
+        """Keep what this stage owns of each piece that a rank of this column keeps (collective within the stage)."""
         assert rows is not None
         with self._timed():
             mine = [piece for piece in pieces if piece.rank % self._columns == self._column]
             kept = self._documents
-            ids, masks = ([whole[p.index][p.start : p.stop].cpu() for p in mine] for whole in documents)
-            kept.ids += ids
-            kept.masks += [mask.bool() for mask in masks]
-            kept.stages += [piece.rank // self._columns for piece in mine]
-            kept.offsets += [piece.start for piece in mine]
+            for piece in mine:
+                ids, mask = (whole[piece.index][piece.start : piece.stop].cpu() for whole in documents)
+                kept.parts.append((ids, mask.bool(), piece.start))
+                kept.stages.append(piece.rank // self._columns)
             for layer, state in sorted(taps.states().items()):
                 parts = rows(state)
                 kept.states.setdefault(layer, []).extend(parts[p.index][p.start : p.stop].cpu() for p in mine)
@@ -155,9 +152,9 @@ class PipelineHarvest(RolloutHarvest):
         with session.guarded(Reason.HARVEST):
             with self._timed():
                 states = kept.states if self._stages == 1 else self._exchanged(kept)
-            _check_complete((*self._wanted, LAST), states, len(kept.ids))
+            _check_complete((*self._wanted, LAST), states, len(kept.parts))
             if own := [i for i, stage in enumerate(kept.stages) if stage == self._stage]:
-                parts = [(kept.ids[i], kept.masks[i], kept.offsets[i]) for i in own]
+                parts = [kept.parts[i] for i in own]
                 by_layer = [torch.cat([states[layer][i] for i in own]) for layer in (*self._wanted, LAST)]
                 began = time.perf_counter() - self._seconds
                 if (hidden := packed(parts, by_layer, self._run.policy_version, began)) is not None:
@@ -170,14 +167,14 @@ class PipelineHarvest(RolloutHarvest):
         shown = {
             layer: (len(found), found[0].shape[-1], found[0].dtype) for layer, found in kept.states.items() if found
         }
-        dist.all_gather_object(about, (shown, len(kept.ids)), group=group)
+        dist.all_gather_object(about, (shown, len(kept.parts)), group=group)
         sources = {layer: stage for stage, (theirs, _) in enumerate(about) for layer in theirs}
         counts = {layer: theirs[layer][0] for theirs, _ in about for layer in theirs}
-        if {count for _, count in about} != {len(kept.ids)} or any(n != len(kept.ids) for n in counts.values()):
+        if {count for _, count in about} != {len(kept.parts)} or any(n != len(kept.parts) for n in counts.values()):
             raise RuntimeError(
                 f"pipeline stages captured different documents (by stage: layer -> documents, width, dtype; documents): {about}"
             )
-        lengths = [len(document) for document in kept.ids]
+        lengths = [len(ids) for ids, _, _ in kept.parts]
         out: dict[int, list[Tensor]] = {}
         for layer in sorted(sources):
             stage = sources[layer]

@@ -73,7 +73,7 @@ def test_law_3_engines_that_do_not_confirm_a_table_are_asked_for_none_and_then_k
     link = FakeLink(Fault("link.set_schedule", kind, times=1), takes_it_first)
     control = make(link.fault, link)
     (logged,) = steps(control, tmp_path, 1)
-    assert control.session.failed and not any(link.table) and not control.speculating
+    assert control.session.failed and not any(link.table) and not control.session.speculating
     assert logged["spec/on"] == 0.0 and logged[f"spec/k_b{TARGET.max_num_seqs}"] == 0.0
     assert not said("have not confirmed")
 
@@ -85,10 +85,10 @@ def test_law_3_what_engines_sample_that_confirm_nothing_counts_as_drafted_and_th
     link = FakeLink(Fault("link.set_schedule", "exception", times=4), takes_it_first)
     control = make(link.fault, link)
     walk = steps(control, tmp_path, 5)
-    assert [next(walk)["spec/on"] for _ in range(2)] == [1.0, 1.0] and control.speculating
+    assert [next(walk)["spec/on"] for _ in range(2)] == [1.0, 1.0] and control.session.speculating
     assert len(said("have not confirmed")) == 1
     assert [values["spec/on"] for values in walk] == [1.0, 0.0, 0.0], "asked again before each rollout"
-    assert not control.speculating and len(said("have not confirmed")) == 1
+    assert not control.session.speculating and len(said("have not confirmed")) == 1
 
 
 def test_law_3_engines_that_were_plain_and_took_a_table_without_saying_so_count_as_drafting(tmp_path):
@@ -116,7 +116,7 @@ def test_trouble_after_k_was_set_takes_the_drafts_back_before_the_rollout(call, 
     link = FakeLink(Fault(call, "exception"))
     control = make(link.fault, link)
     next(steps(control, tmp_path, 1))
-    assert not any(link.table) and not control.speculating
+    assert not any(link.table) and not control.session.speculating
 
 
 # ---- files
@@ -260,7 +260,7 @@ def test_law_7_that_nobody_chooses_k_is_said_once_and_its_rollouts_count_as_draf
     nobody = "controller" in block
     warnings = said("no plugin chooses how much to draft")
     assert len(warnings) == nobody and all("spec.k=8" in w for w in warnings)
-    assert control.speculating and logged[-1]["spec/on"] == 1.0
+    assert control.session.speculating and logged[-1]["spec/on"] == 1.0
 
 
 UNGUARDED = {

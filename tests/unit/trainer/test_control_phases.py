@@ -134,7 +134,7 @@ def test_a_self_test_that_proves_nothing_or_may_fail_costs_speculation_only(repo
     control, plugin = made(engines, **options)
     plugin.table = SMALL_BATCHES
     phase(control, 0)
-    assert "self-test" in (control.session.failure or "") and not control.speculating
+    assert "self-test" in (control.session.failure or "") and not control.session.speculating
     assert "phase" in engines.calls
 
 
@@ -166,7 +166,7 @@ def test_law_6_a_refresh_without_an_answer_turns_speculation_off_and_says_so(cap
     control, plugin = made(Silent())
     plugin.table = SMALL_BATCHES
     phase(control, 0)
-    assert control.session.failure == "refresh: no answer" and not control.speculating
+    assert control.session.failure == "refresh: no answer" and not control.session.speculating
     assert sum("no answer" in r.getMessage() for r in caplog.records) == 1
 
 
@@ -175,7 +175,7 @@ def test_a_phase_that_drafts_at_any_batch_size_is_one_with_drafts(table, drafts)
     control, plugin = made(Engines())
     plugin.table = table
     phase(control, 0)
-    assert control.speculating == drafts
+    assert control.session.speculating == drafts
 
 
 def test_law_3_the_engines_are_told_the_version_of_the_weights_that_they_got():
@@ -269,11 +269,11 @@ def test_where_the_trainer_does_not_wait_for_rollouts_nothing_is_drafted_trained
     control, plugin = made(engines, serve=serve)
     plugin.table, plugin.draft_version = SMALL_BATCHES, 1
     stepped(control, 0)
-    assert len(engines.installs) == len(plugin.seconds) == 1 and control.speculating
+    assert len(engines.installs) == len(plugin.seconds) == 1 and control.session.speculating
     control.session.ledger.hidden = True
     with caplog.at_level("INFO"):
         metrics = stepped(control, 1)
-    assert control.speculating is goes_on and (metrics["spec/on"] == 1.0) is goes_on
+    assert control.session.speculating is goes_on and (metrics["spec/on"] == 1.0) is goes_on
     assert len(engines.installs) == len(plugin.seconds) == 1 + goes_on
     assert (metrics["spec/reason"] == Reason.NOT_WAITED_FOR) is not goes_on
     assert ("does not wait for rollouts" in caplog.text) is not goes_on
@@ -282,7 +282,7 @@ def test_where_the_trainer_does_not_wait_for_rollouts_nothing_is_drafted_trained
     control.session.ledger.hidden = False
     with caplog.at_level("INFO"):
         stepped(control, 3)
-    assert control.speculating and len(engines.installs) == len(plugin.seconds) == (4 if goes_on else 2)
+    assert control.session.speculating and len(engines.installs) == len(plugin.seconds) == (4 if goes_on else 2)
     assert ("waits for rollouts again" in caplog.text) is not goes_on
 
 

@@ -127,7 +127,9 @@ def test_what_was_sampled_is_told_before_the_first_rollout_and_heard_after_each(
 
 def test_a_new_run_has_nothing_to_tell():
     engines = Remembering()
-    asyncio.run(remembering(engines, Memory()).begin())
+    control = remembering(engines, Memory())
+    synced(control, sync(0))
+    asyncio.run(control.rollouts_begin())
     assert "remember" not in engines.calls
 
 
@@ -243,7 +245,7 @@ def test_law_6_a_self_test_without_an_answer_costs_speculation_only():
     control = run_of(session, Silent())
     synced(control, sync(0))
     asyncio.run(control.rollouts_begin())
-    assert "no answer" in (session.failure or "") and not control.speculating
+    assert "no answer" in (session.failure or "") and not control.session.speculating
 
 
 def test_law_6_a_decoder_that_is_called_in_another_way_costs_the_harvest_and_not_the_forward_pass():

@@ -30,7 +30,8 @@ from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle import registry as builtins
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer import links
-from spec_plugin.trainer.harvest import DecoderHarvest, HarvestPlan, PackedShards, harvested
+from spec_plugin.trainer.harvest import DecoderHarvest, PackedShards, harvested
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.links import ActorsLink, merge_states, merge_stats
 from spec_plugin.trainer.taps import Taps
 

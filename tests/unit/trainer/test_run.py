@@ -320,7 +320,7 @@ def test_law_6_spans_that_cannot_be_read_cost_speculation_only():
     run, seen, _ = make()
     synced(run)
     asyncio.run(run.rollouts_end())
-    run._spans = object()  # type: ignore[assignment]
+    run._spans, run._asked = object(), True  # type: ignore[assignment]
     run.check(responses(), STATED)
     assert run.session.failed and (seen.batches[0].drafted == Drafts.ON).all()
 
