@@ -96,19 +96,18 @@ def with_kept_log_probs(batch: LogprobBatch, responses: Responses, spans: Iterab
         responses: that it was made of.
         spans: some of which have ``log_probs``; of several of one text the last one counts.
     """
-    known = {(span.until, span.mark): span for span in spans if span.log_probs is not None}
+    known = {(span.until, span.mark): (span.first, span.log_probs) for span in spans if span.log_probs is not None}
     lengths = np.array(sorted({length for length, _ in known}), np.int64)
     rollout, seen = batch.recomputed.clone(), torch.zeros_like(batch.mask)
     for row, (document, start) in enumerate(zip(responses.documents, responses.starts, strict=True)):
         ends = lengths[lengths <= len(document)]
         marks = fingerprints(document.cpu().numpy())[ends]
         for end, mark in zip(ends.tolist(), marks.tolist(), strict=True):
-            span = known.get((end, mark))
-            if span is None or end <= start:  # what ends there is all prompt
+            if (end, mark) not in known or end <= start:  # what ends there is all prompt
                 continue
-            first = max(span.first, start)
-            values = torch.from_numpy(np.frombuffer(span.log_probs, np.float64).copy())  # type: ignore[arg-type]
-            rollout[row, first - start : end - start] = values[first - span.first :].to(rollout.dtype)
+            begins, log_probs = known[end, mark]
+            first, values = max(begins, start), torch.from_numpy(np.frombuffer(log_probs, np.float64).copy())
+            rollout[row, first - start : end - start] = values[first - begins :].to(rollout.dtype)
             seen[row, first - start : end - start] = True
     mask = batch.mask & seen
     rows = mask.any(-1)

@@ -789,8 +789,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/trainer/log_probs.py",
         "with_kept_log_probs",
-        "if span is None or end <= start:",
-        "if span is None:",
+        "if (end, mark) not in known or end <= start:",
+        "if (end, mark) not in known:",
         "a turn that ended before the batch's first token stops the run",
         ("test_every_token.py",),
     ),

@@ -201,7 +201,7 @@ def test_an_engine_that_sleeps_is_woken_for_our_work_and_found_asleep_and_level_
     llm.sleep(level=2)
     assert llm.said == ["sleep 1"]
 
-    async def nothing(*args: Any) -> Any:
+    async def nothing(*args: Any, **kwargs: Any) -> Any:
         llm.said.append("work")
 
     front.self_test = front.install_tensors = front.state = nothing  # type: ignore[method-assign,assignment]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders.ranks import on_two_ranks
 from builders.recovery import Run
-from builders.spec_run import run_of, synced
+from builders.spec_run import run_of, synced, trained
 from builders.training import TARGET, hidden, sync
 
 from spec_plugin import LosslessError, SpecConfig, hookimpl
@@ -142,5 +142,5 @@ def test_all_ranks_begin_anew_together_with_the_draft_of_the_first(tmp_path, whe
 
     first, second = on_two_ranks(tmp_path, work)
     assert first == second, "alike on both ranks, the draft among it"
-    failed, _, trained, _ = first
-    assert failed == [False, False] + [True] * FIRST + [False] * 4 and trained
+    failed, _, has_trained, _ = first
+    assert failed == [False, False] + [True] * FIRST + [False] * 4 and has_trained
