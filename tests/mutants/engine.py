@@ -147,7 +147,7 @@ MUTATIONS = (
         ("test_engine_class.py",),
     ),
     Mutation(
-        "spec_plugin/lifecycle/session.py",
+        "spec_plugin/lifecycle/manager.py",
         "method_of",
         "replace(found, whole=True) if keeps_states(target.hf_config) else found",
         "found",

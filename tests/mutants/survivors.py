@@ -31,8 +31,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/trainer/spec_run.py",
         "SpecRun.weights_synced",
-        "self._ahead, self._spans, self._synced = 0, None, True",
-        "self._ahead, self._synced = 0, True",
+        "self._asked, self._with_log_probs = False, []",
+        "self._with_log_probs = []",
         "law 3: where rollouts overlap, a phase is judged by what the engines said before it",
         ("test_run.py",),
     ),

@@ -405,7 +405,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/trainer/harvest.py",
         "packed",
-        "offsets=tuple(piece.start for piece in pieces),",
+        "offsets=tuple(start for _, _, start in parts),",
         "offsets=(),",
         "what is harvested of the middle of a response is taken for its beginning",
         ("test_harvest.py",),

@@ -37,6 +37,7 @@ def test_the_cancellation_of_the_run_itself_is_no_draft_trouble(tmp_path, said):
     """Ctrl-C cancels what an event loop is at; a run that took it for a broken draft would go on."""
     link = FakeLink(Fault("link.start_phase", TIME_OUT))
     control = make(link.fault, link, refresh_timeout_s=60.0)
+    synced(control, sync(0))
 
     async def ended() -> None:
         beginning = asyncio.create_task(control.rollouts_begin())
@@ -58,6 +59,7 @@ def test_law_6_an_answer_that_somebody_else_has_cancelled_is_one_that_does_not_c
             await answer
 
     control = make(Fault(), Closing(Fault()))
+    synced(control, sync(0))
     asyncio.run(control.rollouts_begin())
     assert control.session.failed and len(said("speculation is off")) == 1
 
