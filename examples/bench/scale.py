@@ -272,6 +272,7 @@ def evidence(size: Size, clock: Clock) -> None:
     from spec_plugin.api.events import Drafts, LogprobBatch, RolloutStats, TargetInfo, WeightSync
     from spec_plugin.lifecycle.manager import create_manager
     from spec_plugin.lifecycle.session import SpecSession
+    from spec_plugin.trainer.harvest import DecoderHarvest
     from spec_plugin.trainer.spec_run import SpecRun
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 12_288, "num_hidden_layers": 36}
@@ -280,7 +281,7 @@ def evidence(size: Size, clock: Clock) -> None:
     session = SpecSession(SpecConfig(), target, create_manager(("trainer", "provenance"), load_entry_points=False))
     decoder: Any = nn.Module()
     decoder.layers, decoder.norm = nn.ModuleList([nn.Identity() for _ in range(36)]), nn.Identity()
-    harvest = SpecRun(session, None, lambda: decoder).harvest
+    harvest = SpecRun(session, None, lambda run: DecoderHarvest(run, lambda: decoder)).harvest
     tap, generator = EvidenceTap(harvest, session), torch.Generator().manual_seed(0)
     lengths = lengths_of(size, size.rows)
     documents = [torch.randint(VOCABULARY, (PROMPT + n,), generator=generator) for n in lengths]

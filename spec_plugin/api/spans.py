@@ -77,7 +77,7 @@ def fingerprints(tokens: Tokens) -> NDArray[np.uint64]:
     ids = np.asarray(tokens, dtype=np.uint64)
     sums = np.zeros(len(ids) + 1, np.uint64)
     with np.errstate(over="ignore"):
-        np.cumsum(_mixed(ids + np.uint64(1)) * _weights(len(ids)), out=sums[1:])
+        np.cumsum(_mixed(ids + np.uint64(1)) * _weights(len(ids))[0], out=sums[1:])
     return sums
 
 
@@ -88,7 +88,7 @@ def weighed(log_probs: Sequence[float] | NDArray[np.float64], first: int) -> flo
         log_probs: [n] nats, of neighbouring tokens.
         first: place of the first one in its document.
     """
-    return float(np.asarray(log_probs, np.float64) @ _shares(first + len(log_probs))[first:])
+    return float(np.asarray(log_probs, np.float64) @ _weights(first + len(log_probs))[1][first:])
 
 
 def weighed_as_carried(log_probs: Sequence[float], first: int) -> tuple[float, ...]:
@@ -97,29 +97,16 @@ def weighed_as_carried(log_probs: Sequence[float], first: int) -> tuple[float, .
     return tuple(weighed(values.to(dtype).double().numpy(), first) for dtype in CARRIED)
 
 
-def _shares(length: int) -> NDArray[np.float64]:
-    """Weights of the log-probs at the first places of a document, [length], in [1, 2)."""
-    return _shares_of(_kept_size(length))[:length]
+def _weights(length: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+    """What the first places of every document weigh, [length] each: their token ids, odd; their log-probs, in [1, 2)."""
+    of_tokens, of_log_probs = _weights_of(1 << max(10, (length - 1).bit_length()))
+    return of_tokens[:length], of_log_probs[:length]
 
 
-def _weights(length: int) -> NDArray[np.uint64]:
-    """Weights of the token ids at the first places of a document, [length]: odd, and the same for every document."""
-    return _weights_of(_kept_size(length))[:length]
-
-
-def _kept_size(length: int) -> int:
-    return 1 << max(10, (length - 1).bit_length())
-
-
-@lru_cache(maxsize=4)
-def _weights_of(size: int) -> NDArray[np.uint64]:
-    places = np.arange(1, size + 1, dtype=np.uint64)
-    return _mixed(places) | np.uint64(1)
-
-
-@lru_cache(maxsize=4)  # an engine asks for them three times a request, for each dtype
-def _shares_of(size: int) -> NDArray[np.float64]:
-    return 1.0 + (_weights_of(size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+@lru_cache(maxsize=4)  # an engine asks for them several times a request
+def _weights_of(size: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+    of_tokens = _mixed(np.arange(1, size + 1, dtype=np.uint64)) | np.uint64(1)
+    return of_tokens, 1.0 + (of_tokens >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -19,10 +19,9 @@ from spec_plugin.api.spans import FORGOTTEN, Span, Spans
 from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle.blocking import run_blocking
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.decoder import Decoder
 from spec_plugin.trainer.engine_control import EngineControl
 from spec_plugin.trainer.evidence import EvidenceTap
-from spec_plugin.trainer.harvest import DecoderHarvest, Documents, PackedShards, RolloutHarvest, Rows
+from spec_plugin.trainer.harvest import Documents, RolloutHarvest, Rows
 from spec_plugin.trainer.judged import share_for
 from spec_plugin.trainer.links import EngineLink
 from spec_plugin.trainer.log_probs import Responses, who_sampled, with_kept_log_probs
@@ -53,10 +52,8 @@ class SpecRun:
         self,
         session: SpecSession,
         link: EngineLink | None,
-        decoder: Callable[[], Decoder] | None = None,
+        harvest: Callable[[SpecRun], RolloutHarvest],
         *,
-        shards: PackedShards | None = None,
-        harvest: Callable[[SpecRun], RolloutHarvest] | None = None,
         sleeps: bool = False,
         overlaps: bool = False,
     ) -> None:
@@ -66,9 +63,7 @@ class SpecRun:
             session: of this process.
             link: all engines of the run, on the first actor rank; None on the others, which train the same draft. A
                 ``RanksLink`` on every rank.
-            decoder: finds the policy's decoder, see ``find_decoder``; asked for where the method harvests, or there is evidence.
-            shards: if the decoder sees a part of each row only.
-            harvest: makes the harvest of a backend that needs one of its own, in the place of ``decoder`` and ``shards``.
+            harvest: makes what captures the hidden states of this rank's log-prob passes: ``DecoderHarvest``, or a backend's own.
             sleeps: have the engines no weights in memory when the log-prob pass begins.
             overlaps: do the engines generate while the trainer trains; rollouts then end with the next weight sync.
         """
@@ -88,11 +83,7 @@ class SpecRun:
         #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
         self._spans, self._asked = Spans(), False
         self._with_log_probs: list[Span] = []  # since the last weight sync, on the first rank
-        if harvest is None:
-            assert decoder is not None, "either decoder or harvest"
-            self.harvest: RolloutHarvest = DecoderHarvest(self, decoder, shards)
-        else:
-            self.harvest = harvest(self)
+        self.harvest = harvest(self)
         self._evidence = EvidenceTap(self.harvest, session)
 
     def _serving(self) -> AbstractContextManager[None]:

@@ -613,8 +613,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/api/spans.py",
         "_weights_of",
-        "return _mixed(places) | np.uint64(1)",
-        "return _mixed(places * 0) | np.uint64(1)",
+        "_mixed(np.arange(1, size + 1, dtype=np.uint64)) | np.uint64(1)",
+        "_mixed(np.zeros(size, dtype=np.uint64)) | np.uint64(1)",
         "law 3: two documents of the same tokens in another order are taken for one",
         ("test_spans.py",),
     ),
@@ -661,7 +661,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/api/spans.py",
         "weighed",
-        "@ _shares(first + len(log_probs))[first:]",
+        "@ _weights(first + len(log_probs))[1][first:]",
         "@ np.ones(len(log_probs))",
         "law 3: log-probs that were moved within a row have the engine's own sum",
         ("test_provenance_origin.py",),

@@ -6,6 +6,7 @@ side, ``EngineFront`` on the engine's, ``SpecWorkerExtension`` inside vLLM's wor
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class MinimalAdapter(Trainer):
         session = spec.SpecSession(spec.SpecConfig.parse(settings.spec, "--spec."), self.target())
         self.fronts = [EngineFront(session, tokenizer=None) for _ in range(settings.engines)]
         self.link = self.link_type([spec.EngineCalls(front) for front in self.fronts], session.config.refresh_timeout_s)
-        self.spec = spec.SpecRun(session, self.link, lambda: spec.find_decoder(self.policy), overlaps=self.overlaps)
+        harvest = partial(spec.DecoderHarvest, decoder=lambda: spec.find_decoder(self.policy))
+        self.spec = spec.SpecRun(session, self.link, harvest, overlaps=self.overlaps)
 
     def target(self) -> spec.TargetInfo:
         """What spec-plugin is told of the policy, and of the engine that serves it."""

@@ -145,7 +145,8 @@ def test_a_step_makes_these_calls_in_this_order():
     manager.register(tracing(trace))
     session = SpecSession(SpecConfig(self_test=False, serve="always"), TARGET, manager)
     model = Model()
-    run = SpecRun(session, Traced(trace), lambda: Decoder(model.layers, model.norm, model.embed, "model"))
+    decoder = Decoder(model.layers, model.norm, model.embed, "model")
+    run = SpecRun(session, Traced(trace), lambda run: DecoderHarvest(run, lambda: decoder))
     weight = sync(0).embed
     asyncio.run(run.weights_synced(0, weight, weight))
     trace.clear()  # the first step begins with more

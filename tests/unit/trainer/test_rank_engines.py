@@ -121,7 +121,7 @@ def test_each_rank_installs_the_draft_that_it_has_trained_itself_and_serves_only
         engine = Engine(rank)
         group = actor_group()
         link = RanksLink(engine, 60.0)
-        run = SpecRun(session_of(group), link, lambda: None, harvest=NoHarvest)
+        run = SpecRun(session_of(group), link, NoHarvest)
         for version in range(4):
             if rank:
                 time.sleep(0.05)  # the first rank calls before this one has come

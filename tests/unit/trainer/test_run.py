@@ -21,6 +21,7 @@ from spec_plugin.api.spans import Span
 from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.harvest import DecoderHarvest
 from spec_plugin.trainer.links import LocalLink
 from spec_plugin.trainer.log_probs import Responses
 from spec_plugin.trainer.spec_run import SpecRun
@@ -376,7 +377,11 @@ def evidence_run(overlaps: bool = False) -> tuple[SpecRun, Seen, Policy]:
     manager = create_manager(block=("provenance", "trainer"), load_entry_points=False)
     manager.register(seen)
     session = SpecSession(SpecConfig(serve="always", self_test=False), TARGET, manager)
-    return SpecRun(session, Engines(Fault()), lambda: policy, overlaps=overlaps), seen, policy  # type: ignore[arg-type, return-value]
+    return (
+        SpecRun(session, Engines(Fault()), lambda run: DecoderHarvest(run, lambda: policy), overlaps=overlaps),
+        seen,
+        policy,
+    )  # type: ignore[arg-type, return-value]
 
 
 def evidence_step(run: SpecRun, policy: Policy, version: int, stated: torch.Tensor | None = STATED) -> None:
