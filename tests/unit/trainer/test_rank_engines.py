@@ -141,11 +141,11 @@ def test_each_rank_installs_the_draft_that_it_has_trained_itself_and_serves_only
 class NoHarvest:
     """A harvest of a backend's own, which captures nothing."""
 
-    def __init__(self, control: Any) -> None:
-        self.control = control
+    def __init__(self, run: SpecRun) -> None:
+        self.run = run
 
     def open(self) -> None:
-        self.control.agree()
+        self.run.agree()
 
     def close(self) -> None: ...
 
@@ -160,7 +160,7 @@ def test_a_rank_with_another_draft_refuses_it_and_no_engine_keeps_it(tmp_path: A
         for version, same in ((1, True), (2, False), (3, False), (4, True)):
             mine = {"w": torch.full((2,), float(version + (0 if same else rank)))}
             refresh = DraftRefresh(version, version, mine, digest(mine))
-            link.keep(version, refresh)
+            link.on_local_draft(version, refresh)
             with link.serving():
                 if rank == 0:
                     report = asyncio.run(link.install(refresh, force=False))
@@ -180,7 +180,7 @@ def test_a_first_rank_that_goes_back_says_what_it_serves_then(tmp_path: Any) -> 
         for version in (1, 2):
             mine = {"w": torch.full((2,), float(version * (1 + rank * (version - 1))))}
             refresh = DraftRefresh(version, version, mine, digest(mine))
-            link.keep(version, refresh)
+            link.on_local_draft(version, refresh)
             with link.serving():
                 if rank == 0:
                     asyncio.run(link.install(refresh, force=False))
@@ -264,7 +264,7 @@ def test_a_version_that_is_sent_once_more_waits_for_the_draft_that_belongs_to_it
                     assert asyncio.run(link.install(refresh, force=False)).installed
                 else:
                     time.sleep(0.2)  # still at it when the first rank calls
-                    link.keep(0, refresh)
+                    link.on_local_draft(0, refresh)
         return [version for version, _ in engine.installed]
 
     assert on_two_ranks(tmp_path, work) == [[1, 2], [1, 2]]
@@ -323,7 +323,7 @@ def test_a_refresh_that_an_engine_could_not_do_is_taken_back_to_the_draft_before
         for version in (1, 2, 3):
             mine = {"w": torch.full((2,), float(version))}
             refresh = DraftRefresh(version, version, mine, digest(mine))
-            link.keep(version, refresh)
+            link.on_local_draft(version, refresh)
             if version == 3:
                 engine.spec_refresh = broken  # type: ignore[method-assign]
             with link.serving():
