@@ -171,7 +171,7 @@ def test_law_6_a_paused_engine_that_does_not_say_how_far_it_is_stops_nothing(fro
         return request
 
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(cut()).request.lost is False
+        assert asyncio.run(cut()).lost is False
     assert front.take_spans() == []
     assert len(caplog.records) == 1
 
@@ -288,7 +288,7 @@ def test_law_2_a_request_with_options_outside_of_the_allow_list_runs_without_dra
     asyncio.run(front_of_a_phase(front, 0.0))
     request = sampled_with(front, params(**sampling))
     given = dict(sampling.get("extra_args", {}))
-    number = {NUMBER: request.request.number}
+    number = {NUMBER: request.number}
     assert request.extra_args == {**given, **number, **({} if drafted else PLAIN)}
 
 
