@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -12,7 +13,7 @@ pytest.importorskip("vllm")
 from builders.batches import span_of
 from vllm.logprobs import FlatLogprobs, Logprob
 
-from spec_plugin.api.spans import FORGOTTEN, Span, fingerprints, weighed
+from spec_plugin.api.spans import FORGOTTEN, KEPT_LOG_PROBS, Span, fingerprints, weighed
 from spec_plugin.engine import flight
 from spec_plugin.engine.control_group import ControlStretch
 from spec_plugin.engine.flight import UNKNOWN, Clock, Request, RequestTracker
@@ -165,6 +166,17 @@ def test_a_response_that_many_syncs_have_cut_is_gone_through_once(monkeypatch: p
     spans = tracker.take_spans()
     assert [s.version for s in spans] == list(range(64)) and seen == [643]
     assert spans[7] == span_of([*PROMPT, *response[:70]], response[70:80], 7, log_probs=[-0.5] * 10)
+
+
+def test_log_probs_that_the_trainer_did_not_ask_for_are_kept_of_the_last_spans_alone() -> None:
+    tracker = RequestTracker()
+    for number in range(KEPT_LOG_PROBS + 2):
+        with tracker.request(4) as request:
+            request.completed([number, number], log_probs=[-0.5, -number], asked=False)
+        tracker.completed(request, PROMPT, 4, True)
+    kept = [span.log_probs for span in tracker.take_spans()]
+    assert kept[:2] == [None, None] and None not in kept[2:]
+    assert kept[-1] == np.array([-0.5, -(KEPT_LOG_PROBS + 1.0)]).tobytes()
 
 
 def test_log_probs_in_flat_lists_are_those_of_the_sampled_tokens() -> None:
