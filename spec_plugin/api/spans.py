@@ -215,7 +215,7 @@ class Spans:
             return []
         marks = fingerprints(document.cpu().numpy())
         likely = np.flatnonzero(self._maybe[marks & _LOW])
-        found = map(self._known.get, zip(likely.tolist(), marks[likely].tolist(), strict=True))
+        found = (self._known.get(end) for end in zip(likely.tolist(), marks[likely].tolist(), strict=True))
         return [same for same in found if same]
 
 
