@@ -65,7 +65,6 @@ class MinimalAdapter(Trainer):
     # ---- 4. after target weights have reached the engine: refresh the draft, then allow the next rollout
 
     def sync(self) -> None:
-        """The weight sync, and what hangs on it."""
         super().sync()
         self.announce()
 
@@ -102,7 +101,6 @@ class MinimalAdapter(Trainer):
     # ---- 6. after the policy's update: a slice of draft training
 
     def update(self, rollouts: Rollouts, old: Tensor, advantages: Tensor) -> float:
-        """The loop's own update, then the draft's."""
         loss = super().update(rollouts, old, advantages)
         self.spec.policy_updated(self.step)
         return loss

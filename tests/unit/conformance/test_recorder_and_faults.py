@@ -154,7 +154,8 @@ def drive(
         refresh = session.weight_sync(WeightSync(version, weights, weights))
         if refresh is not None:
             report = RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
-            session.manager.hook.spec_refreshed(refresh=refresh, report=report)
+            with session.guarded(Reason.REFRESH):
+                session.manager.hook.spec_refreshed(refresh=refresh, report=report)
         if version == 0:
             session.engine_ready(SelfTestReport((), 1.0))
         schedule = session.schedule(version)
