@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from spec_plugin.engine.vllm.extension import SpecWorkerExtension
     from spec_plugin.engine.vllm.schedule.channel import stand_aside
     from spec_plugin.lifecycle.blocking import callers_stream, run_blocking
-    from spec_plugin.lifecycle.manager import create_manager
-    from spec_plugin.lifecycle.session import SpecSession, method_of
+    from spec_plugin.lifecycle.manager import create_manager, method_of
+    from spec_plugin.lifecycle.session import SpecSession
     from spec_plugin.plan.arguments import ENABLE, PREFIX, help_text, read_config, split_arguments
     from spec_plugin.plan.engine_class import keeps_states
     from spec_plugin.plan.logs import configure_logging
@@ -69,18 +69,19 @@ if TYPE_CHECKING:
         DecoderHarvest,
         Documents,
         PackedShards,
-        Piece,
         RolloutHarvest,
         Rows,
+        packed,
         padded_rows,
         response_at_the_end,
         responses_at_the_end,
     )
+    from spec_plugin.trainer.harvest_plan import Piece
     from spec_plugin.trainer.judged import chosen_to_recompute
     from spec_plugin.trainer.links import ActorsLink, EngineLink, LocalLink, merge_stats
+    from spec_plugin.trainer.log_probs import Responses
     from spec_plugin.trainer.rank_engines import RanksLink, random_streams_kept
-    from spec_plugin.trainer.rollout_control import RolloutControl
-    from spec_plugin.trainer.spec_run import Responses, SpecRun
+    from spec_plugin.trainer.spec_run import SpecRun
     from spec_plugin.trainer.taps import LAST, Taps
 
 if not TYPE_CHECKING:  # mypy sees the imports above, and so a name that is not there

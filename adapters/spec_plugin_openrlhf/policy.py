@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from spec_plugin.adapter import (
     ActorsLink,
+    DecoderHarvest,
     PackedShards,
     Reason,
     Responses,
@@ -56,13 +58,9 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         session = SpecSession(self.spec_config, target)
         link = ActorsLink(vllm_engines, self.spec_config.refresh_timeout_s, ray.put) if is_first() else None
         ring = strategy.ring_attn_group
-        self._spec = SpecRun(
-            session,
-            link,
-            lambda: find_decoder(self._spec_model),
-            shards=None if ring is None else PackedShards(ring),
-            overlaps=strategy.args.train.async_enable,
-        )
+        shards = None if ring is None else PackedShards(ring)
+        harvest = partial(DecoderHarvest, decoder=lambda: find_decoder(self._spec_model), shards=shards)
+        self._spec = SpecRun(session, link, harvest, overlaps=strategy.args.train.async_enable)
         resumed = int(self.checkpoint_states.get("global_step", 0))
         self._spec_next_version = resumed
         if resumed:  # the trainer sends the weights before it begins
@@ -102,7 +100,7 @@ class SpecPolicyModelActor(undecorated(ppo_actor.PolicyModelActor, "PolicyModelA
         """
         items = self.trainer.replay_buffer.items
         stated_in_loss = self.strategy.args.algo.advantage.is_correction_level != "off"
-        self._spec.control.agree()
+        self._spec.agree()
         recomputed = _padded([item.action_log_probs for item in items])
         self._spec.check(_responses(items, self.strategy.args.data.max_len), recomputed, rollout_in_loss=stated_in_loss)
         status: dict[str, Any] = super().fit(kl_ctl)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from spec_plugin.adapter import (
+    DecoderHarvest,
     EngineFront,
     InProcessCalls,
     RanksLink,
@@ -97,7 +99,8 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         front = EngineFront(session, getattr(processing, "tokenizer", processing))
         calls = InProcessCalls(front, llm(**{**given, **front.engine_arguments(given, EXTENSION)}))
         link = RanksLink(calls, config.refresh_timeout_s)
-        run = SpecRun(session, link, lambda: find_decoder(trainer.model), sleeps=bool(given.get("enable_sleep_mode")))
+        harvest = partial(DecoderHarvest, decoder=lambda: find_decoder(trainer.model))
+        run = SpecRun(session, link, harvest, sleeps=bool(given.get("enable_sleep_mode")))
         if is_first() and (dropout := _dropout(trainer.model)):
             logger.warning(
                 "spec-plugin: the policy drops out (p=%g) where TRL recomputes log-probs, so they are not those of the policy "
@@ -119,7 +122,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             return  # the same weights, of an engine that slept between two turns: not on all ranks, and its draft is there
         embed = head = None
         if self.run.session.method.draft is not None:
-            with self.run.spending():
+            with self.run.session.ledger.spending():
                 parts = self._policy.get_input_embeddings(), self._policy.get_output_embeddings()
                 embed = self._whole(parts[0])
                 head = embed if parts[0].weight is parts[1].weight else self._whole(parts[1])
@@ -296,7 +299,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             self.run.save(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER)
 
     def load_optimizer_and_scheduler(self, original: Callable[..., Any], checkpoint: str | None) -> None:
-        """Of a run that is resumed, the draft, too."""
+        """Load the draft with the optimizer where a run is resumed."""
         original(checkpoint)
         if checkpoint is not None:
             self.run.load(Path(checkpoint) / FOLDER)

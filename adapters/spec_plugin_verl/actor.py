@@ -21,7 +21,6 @@ from verl.utils import tensordict_utils as tu
 from spec_plugin.adapter import (
     EngineLink,
     Responses,
-    RolloutControl,
     RolloutHarvest,
     SpecRun,
     SpecSession,
@@ -42,7 +41,7 @@ class BackendParts:
         """Dtype of the forward pass, as torch names it."""
         raise NotImplementedError
 
-    def spec_harvest(self, control: RolloutControl) -> RolloutHarvest:
+    def spec_harvest(self, run: SpecRun) -> RolloutHarvest:
         """Made once, at ``attach``: what captures the hidden states of this rank's log-prob passes."""
         raise NotImplementedError
 
@@ -219,7 +218,7 @@ class SpecActor(BackendParts):
             for module in self.spec_modules():
                 back.callback(module.train, module.training)
                 module.eval()
-            with run.spending(), run.logprob_pass():
+            with run.session.ledger.spending(), run.logprob_pass():
                 output = super().infer_batch(few, None)  # type: ignore[misc]
         log_probs = self.spec_log_probs(output, few)
         assert log_probs is not None

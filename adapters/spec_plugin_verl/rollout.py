@@ -100,7 +100,7 @@ class SpecServerAdapter(ServerAdapter):  # type: ignore[misc]
         link, session = self._run.link, self._run.session
         if isinstance(link, VerlLink) and not session.failed:
             with session.guarded(Reason.ENGINES, "waiting for all replicas"):
-                await link.all("spec_synced", self._syncs, awake, timeout_s=SYNC_TIMEOUT_S)
+                await link.call_all("spec_synced", self._syncs, awake, timeout_s=SYNC_TIMEOUT_S)
 
     async def resume(self, tags: list[str]) -> None:
         """verl's wake-up; once the KV cache is back the engine can generate."""

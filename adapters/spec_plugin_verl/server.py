@@ -48,7 +48,7 @@ class SpecHttpServer(Gate, vLLMHttpServer):  # type: ignore[misc]
     async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """verl's generate, on the phase's clock; what is not on the lossless allow-list runs without drafts.
 
-        Log-probs are computed in any case; what the trainer did not ask for is kept aside, see ``spec_plugin.api.witness``.
+        Log-probs are computed in any case; of what the trainer did not ask for the engine keeps some (``spec_plugin.api.spans``).
         """
         await self.spec_admitted()
         trainer_asked = bool(sampling_params.get("logprobs"))

@@ -102,7 +102,7 @@ class Standalone:
             with self._run.session.guarded(
                 Reason.ENGINES, "opening the gate"
             ):  # law 6: the gate has a time-out of its own
-                in_force = asyncio.run(self._link.all("spec_go", self._syncs, problem))
+                in_force = asyncio.run(self._link.call_all("spec_go", self._syncs, problem))
                 self._run.session.engines = EngineSchedule.of_all(in_force)  # a gate may have opened without us
         except BaseException as error:
             self._error = self._error or error
@@ -113,5 +113,5 @@ class Standalone:
             with self._run.session.guarded(
                 Reason.ENGINES, "waiting for the engines' weights"
             ):  # law 6; the ranks go on together
-                version = max(await self._link.all("spec_at_gate", self._syncs, timeout_s=SYNC_TIMEOUT_S))
+                version = max(await self._link.call_all("spec_at_gate", self._syncs, timeout_s=SYNC_TIMEOUT_S))
         await self._run.weights_synced(of_first(version), *tap.copies(), copied=True)

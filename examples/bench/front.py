@@ -23,9 +23,7 @@ sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
 from examples.bench import common  # noqa: E402
 from examples.bench.common import show  # noqa: E402
 from spec_plugin.api.spans import Spans  # noqa: E402
-from spec_plugin.api.witness import Witness  # noqa: E402
 from spec_plugin.engine.flight import RequestTracker  # noqa: E402
-from spec_plugin.engine.sampling import SampledRequest  # noqa: E402
 
 HELP = """Measure the CPU time of an engine's front end, without a model.
 
@@ -98,7 +96,7 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - began
 
 
-def kept(requests: int, tokens: int, witness: bool) -> tuple[float, float, float]:
+def kept(requests: int, tokens: int, asked: bool) -> tuple[float, float, float]:
     """CPU seconds of what the front end notes of so many requests, of the first rank's ``Spans.add``, and of its ``Spans.of``."""
     rng, tracker, spans = np.random.default_rng(1), RequestTracker(), Spans()
     prompt = list(range(PROMPT))
@@ -107,11 +105,8 @@ def kept(requests: int, tokens: int, witness: bool) -> tuple[float, float, float
     def note() -> None:
         for response, log_probs in said:
             with tracker.request(1) as request:
-                one = SampledRequest(request, None, {})
-                one.completed(response, 1, log_probs, asked=not witness)
-            mark = tracker.completed(request, prompt, response, 1, True, None, log_probs)
-            if witness:
-                Witness(mark, len(prompt) + len(response), np.asarray(log_probs, np.float64).tobytes())
+                request.completed(response, 1, log_probs, asked=asked)
+            tracker.completed(request, prompt, 1, True)
 
     noted = seconds(note)
     documents = [torch.tensor(prompt + response) for response, _ in said]
@@ -136,10 +131,10 @@ def main(requests: int, tokens: int, out: Path) -> None:
             took, _ = front_seconds(requests, tokens, arm, log_probs, **options)
             rows.append(Row(f"vLLM's front end: {name}, {text}", took * 1e6 / (requests * tokens)))
     for length in (tokens, 4 * tokens):
-        for witness in (False, True):
-            noted, added, found = kept(requests, length, witness)
+        for asked in (True, False):
+            noted, added, found = kept(requests, length, asked)
             per = 1e6 / (requests * length)
-            words = " and their log-probs, which the trainer did not ask for" if witness else ""
+            words = "" if asked else " and their log-probs, which the trainer did not ask for"
             rows.append(Row(f"front end: spans of responses of {length}{words}", noted * per))
         rows.append(Row(f"first rank: spans of responses of {length} taken up", added * per))
         rows.append(Row(f"first rank: spans of responses of {length} found", found * per))

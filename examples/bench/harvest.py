@@ -26,7 +26,8 @@ from examples.bench.common import Seconds, Spread, interleave, paired, say, show
 from spec_plugin.api.events import HiddenStates  # noqa: E402
 from spec_plugin.policy.online_training import documents_of  # noqa: E402
 from spec_plugin.trainer.decoder import find_decoder  # noqa: E402
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.trainer.harvest import harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.trainer.harvest_plan import HarvestPlan  # noqa: E402
 from spec_plugin.trainer.taps import Taps  # noqa: E402
 
 HELP = """Measure what harvest adds to the log-prob pass that the trainer runs anyway.

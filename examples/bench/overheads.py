@@ -28,7 +28,8 @@ from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo  # noqa: E40
 from spec_plugin.policy.online_training import documents_of  # noqa: E402
 from spec_plugin.policy.provenance import ProvenanceGuard  # noqa: E402
 from spec_plugin.trainer.decoder import find_decoder  # noqa: E402
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.trainer.harvest import harvested, responses_at_the_end  # noqa: E402
+from spec_plugin.trainer.harvest_plan import HarvestPlan  # noqa: E402
 from spec_plugin.trainer.taps import Taps  # noqa: E402
 
 HELP = """Measure what harvest, draft training, refresh and provenance cost, at growing hidden size, vocabulary and length.

@@ -180,18 +180,15 @@ def front(size: Size, clock: Clock) -> None:
     import numpy as np
 
     from spec_plugin.engine.flight import RequestTracker
-    from spec_plugin.engine.sampling import SampledRequest
 
     tracker, rng, prompt = RequestTracker(), np.random.default_rng(0), list(range(PROMPT))
 
     def one(i: int) -> None:
         n = lengths[i]
         response, log_probs = rng.integers(0, VOCABULARY, n).tolist(), (-rng.random(n)).tolist()
-        with tracker.request(1) as request:
-            sampled = SampledRequest(request, None, {})
-            with clock.running():
-                sampled.completed(response, 1, log_probs, asked=True)
-                tracker.completed(request, prompt, response, 1, True, None, sampled.log_probs)
+        with tracker.request(1) as request, clock.running():
+            request.completed(response, 1, log_probs, asked=True)
+            tracker.completed(request, prompt, 1, True)
 
     lengths = lengths_of(size, size.requests)
     clock.each(size.requests, one)
@@ -213,7 +210,8 @@ def spans(size: Size, clock: Clock) -> None:
         with tracker.request(1) as request:
             pass
         log_probs = (-rng.exponential(size=n)).tolist()
-        tracker.completed(request, prompt, response, 1, True, None, log_probs)
+        request.completed(response, 1, log_probs)
+        tracker.completed(request, prompt, 1, True)
         documents.append(torch.tensor(prompt + response))
         stated.append(torch.tensor(log_probs))
     mine = tracker.take_spans()
@@ -275,7 +273,7 @@ def evidence(size: Size, clock: Clock) -> None:
     from spec_plugin.lifecycle.manager import create_manager
     from spec_plugin.lifecycle.session import SpecSession
     from spec_plugin.trainer.harvest import DecoderHarvest
-    from spec_plugin.trainer.rollout_control import RolloutControl
+    from spec_plugin.trainer.spec_run import SpecRun
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 12_288, "num_hidden_layers": 36}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
@@ -283,7 +281,7 @@ def evidence(size: Size, clock: Clock) -> None:
     session = SpecSession(SpecConfig(), target, create_manager(("trainer", "provenance"), load_entry_points=False))
     decoder: Any = nn.Module()
     decoder.layers, decoder.norm = nn.ModuleList([nn.Identity() for _ in range(36)]), nn.Identity()
-    harvest = DecoderHarvest(RolloutControl(session, None), lambda: decoder)
+    harvest = SpecRun(session, None, lambda run: DecoderHarvest(run, lambda: decoder)).harvest
     tap, generator = EvidenceTap(harvest, session), torch.Generator().manual_seed(0)
     lengths = lengths_of(size, size.rows)
     documents = [torch.randint(VOCABULARY, (PROMPT + n,), generator=generator) for n in lengths]
@@ -318,7 +316,7 @@ def harvest(size: Size, clock: Clock) -> None:
     import torch
 
     from draft_training import Document, HiddenBuffer
-    from spec_plugin.trainer.harvest import HarvestPlan
+    from spec_plugin.trainer.harvest_plan import HarvestPlan
 
     lengths, budget = lengths_of(size, size.rows), 16_384
     masks = [torch.arange(PROMPT + n) >= PROMPT for n in lengths]

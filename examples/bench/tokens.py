@@ -20,8 +20,8 @@ from examples.bench.common import show, track  # noqa: E402
 from spec_plugin.api.config import SpecConfig  # noqa: E402
 from spec_plugin.api.events import Drafts, LogprobBatch, TargetInfo  # noqa: E402
 from spec_plugin.api.spans import Span, Spans, fingerprints  # noqa: E402
-from spec_plugin.api.witness import Witness, witnessed  # noqa: E402
 from spec_plugin.policy.provenance import ProvenanceGuard, by_lag  # noqa: E402
+from spec_plugin.trainer.log_probs import Responses, with_kept_log_probs  # noqa: E402
 
 HELP = """Time what judges the log-probs of a step, from ten thousand to a million tokens.
 
@@ -83,7 +83,15 @@ def measure(sequences: int, length: int, rounds: int) -> Cost:
         stretches = ((PROMPT, cut, 1), (cut, len(tokens), 2))
         spans.add([Span(int(marks[end]), first, end, version, 0, 0) for first, end, version in stretches], 2)
     known = [
-        Witness(int(fingerprints(d.tolist())[-1]), len(d), recomputed[i].double().numpy().tobytes())
+        Span(
+            int(fingerprints(d.tolist())[-1]),
+            PROMPT,
+            len(d),
+            2,
+            0,
+            0,
+            log_probs=recomputed[i].double().numpy().tobytes(),
+        )
         for i, d in enumerate(documents[:64])
     ]
     versions, plain = spans.of(documents, starts, mask)
@@ -103,7 +111,7 @@ def measure(sequences: int, length: int, rounds: int) -> Cost:
     return Cost(
         sequences * length,
         spans=_ms(lambda: spans.of(documents, starts, mask), rounds),
-        witnesses=_ms(lambda: witnessed(batch, documents, starts, known), rounds),
+        witnesses=_ms(lambda: with_kept_log_probs(batch, Responses(documents, starts, mask, None), known), rounds),
         lags=_ms(lambda: list(by_lag(batch)), rounds),
         check=_ms(lambda: guard.spec_check_logprobs(batch=batch), rounds),
     )

@@ -28,7 +28,8 @@ from examples.quickstart.policy import PolicySettings, cached_policy, made_whole
 from spec_plugin.api.method import Method, StartingDraft
 from spec_plugin.policy.online_training import documents_of
 from spec_plugin.trainer.decoder import find_decoder
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.trainer.harvest import harvested, responses_at_the_end
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.taps import Taps
 
 #: the quickstart's policy without slips in its teaching examples: a policy that knows its task, as late in a run

@@ -5,14 +5,15 @@ loss loses most of what the engine said beside each part. So the engine keeps it
 policy version, and which tokens of it without drafts. The trainer knows the documents; a fingerprint of all tokens up to the
 end of a stretch brings the two together, whoever cut and joined them. Beside it go sums of the log-probs that the engine
 stated, each weighed by its place, as every dtype in which a trainer may carry them rounds them: what enters the loss must have
-one of these sums, so that none is exchanged, moved or replaced, however long the text is.
+one of these sums, so that none is exchanged, moved or replaced, however long the text is. Where a trainer goes without the
+engine's log-probs, its samples must be verified all the same: the last few spans of each engine then hold them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: that an engine keeps at most, until it is asked
-KEPT = 65_536
+#: spans that an engine keeps at most, until it is asked; and those with log-probs that the trainer did not ask for
+KEPT, KEPT_LOG_PROBS = 65_536, 64
 #: versions after which nobody will ask for a span any more, and spans of all engines that are remembered at most, about
 _VERSIONS, _REMEMBERED = 64, 262_144
 
@@ -48,6 +49,8 @@ class Span:
     plain_until: int
     #: ``weighed`` sum of its log-probs as the engine stated them, carried in each dtype of ``CARRIED``
     stated: tuple[float, ...] | None = None
+    #: [until - first] float64 nats, of some spans whose log-probs the trainer did not ask for, in a form that is cheap to send
+    log_probs: bytes | None = field(default=None, compare=False)
 
 
 #: among an engine's spans: there are others, which it has not kept
@@ -74,7 +77,7 @@ def fingerprints(tokens: Tokens) -> NDArray[np.uint64]:
     ids = np.asarray(tokens, dtype=np.uint64)
     sums = np.zeros(len(ids) + 1, np.uint64)
     with np.errstate(over="ignore"):
-        np.cumsum(_mixed(ids + np.uint64(1)) * _weights(len(ids)), out=sums[1:])
+        np.cumsum(_mixed(ids + np.uint64(1)) * _weights(len(ids))[0], out=sums[1:])
     return sums
 
 
@@ -85,7 +88,7 @@ def weighed(log_probs: Sequence[float] | NDArray[np.float64], first: int) -> flo
         log_probs: [n] nats, of neighbouring tokens.
         first: place of the first one in its document.
     """
-    return float(np.asarray(log_probs, np.float64) @ _shares(first + len(log_probs))[first:])
+    return float(np.asarray(log_probs, np.float64) @ _weights(first + len(log_probs))[1][first:])
 
 
 def weighed_as_carried(log_probs: Sequence[float], first: int) -> tuple[float, ...]:
@@ -94,29 +97,16 @@ def weighed_as_carried(log_probs: Sequence[float], first: int) -> tuple[float, .
     return tuple(weighed(values.to(dtype).double().numpy(), first) for dtype in CARRIED)
 
 
-def _shares(length: int) -> NDArray[np.float64]:
-    """The same places' weights of a log-prob, [length], in [1, 2)."""
-    return _shares_of(_kept_size(length))[:length]
+def _weights(length: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+    """What the first places of every document weigh, [length] each: their token ids, odd; their log-probs, in [1, 2)."""
+    of_tokens, of_log_probs = _weights_of(1 << max(10, (length - 1).bit_length()))
+    return of_tokens[:length], of_log_probs[:length]
 
 
-def _weights(length: int) -> NDArray[np.uint64]:
-    """Of the places of a document, [length]: odd, and the same for every document."""
-    return _weights_of(_kept_size(length))[:length]
-
-
-def _kept_size(length: int) -> int:
-    return 1 << max(10, (length - 1).bit_length())
-
-
-@lru_cache(maxsize=4)
-def _weights_of(size: int) -> NDArray[np.uint64]:
-    places = np.arange(1, size + 1, dtype=np.uint64)
-    return _mixed(places) | np.uint64(1)
-
-
-@lru_cache(maxsize=4)  # an engine asks for them three times a request, for each dtype
-def _shares_of(size: int) -> NDArray[np.float64]:
-    return 1.0 + (_weights_of(size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+@lru_cache(maxsize=4)  # an engine asks for them several times a request
+def _weights_of(size: int) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+    of_tokens = _mixed(np.arange(1, size + 1, dtype=np.uint64)) | np.uint64(1)
+    return of_tokens, 1.0 + (of_tokens >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -140,11 +130,8 @@ class Spans:
         self._known: dict[tuple[int, int], list[Span]] = {}  # several requests may have sampled the same text
         self._by_version: dict[int, dict[Span, None]] = {}  # the same, in the order in which they came
         self.complete = True  # did what was last added have all that the engines had sampled
-        #: of ``_known`` and of what was forgotten since they were last gone through, in order
-        self._marks: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._maybe = np.zeros(
-            int(_LOW) + 1, bool
-        )  # by their lowest bits: most tokens end no span, and are seen to at once
+        #: by the lowest bits of a mark: may a span end with it; most tokens end none, and need not be looked up
+        self._maybe = np.zeros(int(_LOW) + 1, bool)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_version.values()))
@@ -162,27 +149,24 @@ class Spans:
             same.append(span)
             self._by_version.setdefault(span.version, {})[span] = None
             added.append(span.mark)
-        self._forget(policy_version - _VERSIONS)
-        if len(self._marks) > 2 * len(self) + KEPT:  # most of them are of what was forgotten
-            added, self._marks = [mark for _, mark in self._known], self._marks[:0]
+        if self._forget(policy_version - _VERSIONS):
+            added = [mark for _, mark in self._known]
             self._maybe[:] = False
-        new = np.sort(np.array(added, np.uint64))
-        self._maybe[new & _LOW] = True
-        # two sorted runs, which are merged in a time that grows with their length
-        self._marks = np.sort(np.concatenate([self._marks, new]), kind="stable")
+        self._maybe[np.array(added, np.uint64) & _LOW] = True
 
-    def _forget(self, oldest: int) -> None:
-        """Versions before this one, and as many more as are too many, but never the newest."""
-        kept = len(self)
+    def _forget(self, oldest: int) -> bool:
+        """Forget versions before this one, and as many more as are too many, but never the newest; were there any."""
+        kept = before = len(self)
         for version in sorted(self._by_version):
             if version >= oldest and (kept <= _REMEMBERED or version == max(self._by_version)):
-                return
+                break
             for span in self._by_version.pop(version):
                 same = self._known[span.until, span.mark]
                 same.remove(span)
                 if not same:
                     del self._known[span.until, span.mark]
                 kept -= 1
+        return kept < before
 
     def of(
         self,
@@ -227,13 +211,11 @@ class Spans:
 
     def _within(self, document: Tensor) -> list[list[Span]]:
         """Spans that end in the document, in their order. A step has as many tokens as a million, and this is on its path."""
-        if not len(self._marks):
+        if not self._known:
             return []
         marks = fingerprints(document.cpu().numpy())
         likely = np.flatnonzero(self._maybe[marks & _LOW])
-        places = np.searchsorted(self._marks, marks[likely]).clip(max=len(self._marks) - 1)
-        ends = likely[self._marks[places] == marks[likely]]
-        found = (self._known.get((int(until), int(marks[until]))) for until in ends)
+        found = (self._known.get(end) for end in zip(likely.tolist(), marks[likely].tolist(), strict=True))
         return [same for same in found if same]
 
 
@@ -241,7 +223,7 @@ class _Stated:
     """A row's log-probs, and their weighed sums over spans."""
 
     def __init__(self, log_probs: Tensor, mask: Tensor, start: int) -> None:
-        """Of a row [T] that begins at this place of its document, sampled where ``mask`` [T] is True."""
+        """Take one row, [T], that begins at place ``start`` of its document and was sampled where ``mask`` [T] is True."""
         if log_probs.dtype == torch.float64:  # engines state float32, as lists of numbers
             log_probs = log_probs.float()
         self._values, self._mask, self._start = log_probs.double().cpu().numpy(), mask.cpu().numpy(), start

@@ -17,8 +17,7 @@ from spec_plugin.api.method import Method
 from spec_plugin.commands.graphs import NEVER_RUN, graphs_of
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.recurrent_states import check_states
-from spec_plugin.lifecycle.manager import built_in_method, create_manager
-from spec_plugin.lifecycle.session import method_of
+from spec_plugin.lifecycle.manager import built_in_method, create_manager, method_of
 from spec_plugin.plan.engine_class import architectures, engine_class, keeps_states
 from spec_plugin.plan.hub import DraftNotHereError, draft_folder
 from spec_plugin.plan.model_runner import runner_of

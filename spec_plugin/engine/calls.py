@@ -1,4 +1,4 @@
-"""What the actor may ask of an engine that is an actor of its own: each call is one of the front's."""
+"""What the actor may ask of an engine: each method here is called by its name, from another process where need be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from spec_plugin.api.events import (
 )
 from spec_plugin.api.rollouts import Rollout
 from spec_plugin.api.spans import Span
-from spec_plugin.api.witness import Witness
 from spec_plugin.engine.front import EngineFront
 from spec_plugin.engine.sleep import PARTS
 
@@ -38,7 +37,7 @@ class SpecEngineMethods:
     async def spec_settle(self, keep: bool) -> None:
         """After a refresh with ``hold``: keep it, or go back to the draft before."""
         async with self._spec_woken("weights"):
-            await self._spec_front.settle(keep)
+            await self._spec_front.engine.collective_rpc("spec_settle", args=(keep,))
 
     async def spec_set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """Install k per batch size for the coming phase; returns what is then in force."""
@@ -59,21 +58,18 @@ class SpecEngineMethods:
 
     async def spec_take_rollouts(self, most_tokens: int, more: bool) -> list[Rollout]:
         """At most so many tokens of rollouts sampled since the last call, or of what that has left over; between phases."""
-        return await self._spec_front.take_rollouts(most_tokens, more)
+        of_workers = await self._spec_front.engine.collective_rpc("spec_take_rollouts", args=(most_tokens, more))
+        return [Rollout(*row) for row in of_workers[0]]  # all ranks of an engine see the same
 
     async def spec_remember(self, parts: Sequence[Sequence[Rollout]], own: int | None) -> None:
         """Have the method draft from rollouts of other engines, part by part, or of a former run; ``own`` part it knows."""
-        rollouts = [rollout for i, part in enumerate(parts) if i != own for rollout in part]
-        if rollouts:
-            await self._spec_front.remember(rollouts)
+        rows = [[rollout.prompt, rollout.response] for i, part in enumerate(parts) if i != own for rollout in part]
+        if rows:
+            await self._spec_front.engine.collective_rpc("spec_remember", args=(rows,))
 
     async def spec_take_spans(self) -> list[Span]:
-        """Who sampled which tokens since the last call."""
+        """What this engine sampled since the last call, stretch by stretch."""
         return self._spec_front.take_spans()
-
-    async def spec_witnesses(self) -> list[Witness]:
-        """Log-probs of this phase that the trainer did not ask for."""
-        return list(self._spec_front.witnesses)
 
     async def spec_state(self, moment: str) -> EngineState:
         """Digests of the weights that the workers hold, for ``spec.audit``; reads all of them."""
@@ -82,7 +78,7 @@ class SpecEngineMethods:
 
 
 class EngineCalls(SpecEngineMethods):
-    """The same calls for an engine that lives in the actor's process, see ``spec_plugin.trainer.links.LocalLink``."""
+    """``SpecEngineMethods`` of an engine that lives in the actor's process, see ``spec_plugin.trainer.links.LocalLink``."""
 
     def __init__(self, front: EngineFront) -> None:
         self._spec_front = front

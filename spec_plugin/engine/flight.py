@@ -12,11 +12,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from spec_plugin.api.events import UNKNOWN
-from spec_plugin.api.spans import FORGOTTEN, KEPT, Span, fingerprints, joined, weighed_as_carried
+from spec_plugin.api.spans import FORGOTTEN, KEPT, KEPT_LOG_PROBS, Span, fingerprints, joined, weighed_as_carried
 from spec_plugin.engine.control_group import ControlStretch
+from spec_plugin.engine.vllm.requests import stated_log_probs
 from spec_plugin.engine.vllm.schedule.utilities import NUMBER
 
 
@@ -32,10 +36,15 @@ class Stretch:
 
 @dataclass
 class Request:
-    """One request in flight; the adapter fills in ``tokens`` when it is complete."""
+    """One request, inside ``EngineFront.sample``: the adapter passes ``extra_args`` on and calls ``completed``."""
 
     number: int
-    version: int  # that samples now
+    version: int  # policy version that samples now
+    control: ControlStretch | None = (
+        None  # the stretch that it samples without drafts, if it is one of the control group
+    )
+    #: for vLLM's ``SamplingParams.extra_args``, the trainer's own among them; without them the engine cannot match the request
+    extra_args: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     counted: int = 0  # of them in phases before this one
     lost: bool = False  # the core did not say how many tokens it had at the last weight sync
@@ -43,11 +52,34 @@ class Request:
         None  # it was complete at a weight sync already: version until then, and did it draft
     )
     stretches: list[Stretch] = field(default_factory=list)
+    response: Sequence[int] | None = None  # token ids; None: it was not answered
+    sampled_by: int | None = None  # policy version that sampled all of it, where the adapter knows
+    log_probs: Sequence[float] | None = None  # of the response
+    asked: bool = True  # did the trainer ask for them
 
-    @property
-    def extra_args(self) -> dict[str, int]:
-        """For ``SamplingParams``, so that the engine's core knows it, too."""
-        return {NUMBER: self.number}
+    def completed(
+        self,
+        response: Sequence[int],
+        version: int | None = None,
+        log_probs: Sequence[float] | None = None,
+        asked: bool = True,
+    ) -> None:
+        """Record the engine's answer; call it before the block ends.
+
+        Args:
+            response: token ids that were sampled, without the prompt's.
+            version: policy version that sampled all of them, where the trainer cuts requests short at a weight sync and so
+                knows it. None: that of the phase, or those of the phases, in which the request ran.
+            log_probs: of the response, where the trainer does not learn which version sampled it: they distinguish
+                requests of the same text.
+            asked: has the trainer asked for them; if not, they are kept in the request's span, to verify what they can.
+        """
+        self.response, self.sampled_by, self.log_probs, self.asked = response, version, log_probs, asked
+        self.tokens = len(response)
+
+    def answered(self, answer: Any, asked: bool = True) -> None:
+        """Record vLLM's ``CompletionOutput``, with the log-prob of each sampled token where it has them."""
+        self.completed(answer.token_ids, log_probs=stated_log_probs(answer) or None, asked=asked)
 
     def cut(self, tokens: int, version: int, drafted: bool) -> None:
         """End a stretch at ``tokens`` (sampled so far in all): those since the last cut are of ``version``."""
@@ -56,11 +88,6 @@ class Request:
             known = not self.lost and version == self.version
             self.stretches.append(Stretch(first, tokens, version if known else UNKNOWN, drafted))
         self.lost = False
-
-    def continue_under(self, version: int) -> None:
-        """After a weight sync; a request that was complete before it keeps its version."""
-        if self.over is None:
-            self.version = version
 
 
 class Clock:
@@ -97,6 +124,7 @@ class RequestTracker:
         self._paused = False
         self._clock = Clock()
         self._spans: deque[Span] = deque(maxlen=KEPT)
+        self._log_probs: deque[tuple[Span, bytes]] = deque(maxlen=KEPT_LOG_PROBS)  # that the trainer did not ask for
         self.requests = self.tokens = 0  # complete, and sampled, since the phase began
 
     @property
@@ -115,12 +143,14 @@ class RequestTracker:
         self.requests = self.tokens = 0
         if self._paused and version is not None:
             for request in self._in_flight.values():
-                request.continue_under(version)
+                if request.over is None:  # one that was complete before the weight sync keeps its version
+                    request.version = version
 
     @contextmanager
     def request(self, version: int) -> Iterator[Request]:
         """Count and time one request, whose first token ``version`` samples."""
-        request = Request(next(self._numbers), version)
+        number = next(self._numbers)
+        request = Request(number, version, extra_args={NUMBER: number})
         self._in_flight[request.number] = request
         self._clock.run(not self._paused)
         try:
@@ -157,45 +187,35 @@ class RequestTracker:
         self._paused = False
         self._clock.run(bool(self._in_flight))
 
-    def completed(
-        self,
-        request: Request,
-        prompt: Sequence[int],
-        response: Sequence[int],
-        version: int,
-        drafted: bool,
-        control: ControlStretch | None,
-        log_probs: Sequence[float] | None = None,
-    ) -> int:
+    def completed(self, request: Request, prompt: Sequence[int], version: int, drafted: bool) -> None:
         """Keep the spans of a complete request.
 
         Args:
-            request: this one.
+            request: with its response.
             prompt: token ids that it began with.
-            response: token ids that it sampled.
-            version: policy version that sampled the last of them.
+            version: policy version of this phase, which sampled the last of its tokens unless the request knows better.
             drafted: does the engine draft in this phase.
-            control: its stretch of the control group, if it has one.
-            log_probs: of the response, where they are known.
-
-        Returns:
-            The fingerprint of all of its tokens.
         """
-        marks = fingerprints(joined(prompt, response))
-        version, drafted = request.over or (version, drafted)
-        request.cut(len(response), version, drafted)
-        undrafted = (0, 0) if control is None else control.span(len(prompt), len(response))
+        assert request.response is not None
+        if request.sampled_by is not None:  # all of it, whatever came in between
+            request.version = version = request.sampled_by
+            request.stretches, request.lost, request.over = [], False, None
+        size, length = len(prompt), len(request.response)
+        marks = fingerprints(joined(prompt, request.response))
+        request.cut(length, *(request.over or (version, drafted)))
+        undrafted = (0, 0) if request.control is None else request.control.span(size, length)
         for part in request.stretches:
             if part.version == UNKNOWN:
                 continue
-            first, until = len(prompt) + part.first, len(prompt) + part.until
-            plain = (first, until)
-            if part.drafted:
-                plain = max(first, undrafted[0]), min(until, undrafted[1])
+            first, until = size + part.first, size + part.until
+            plain = (max(first, undrafted[0]), min(until, undrafted[1])) if part.drafted else (first, until)
             known = plain if plain[0] < plain[1] else (0, 0)
-            stated = None if log_probs is None else weighed_as_carried(log_probs[part.first : part.until], first)
-            self._spans.append(Span(int(marks[until]), first, until, part.version, *known, stated))
-        return int(marks[-1])
+            log_probs = None if request.log_probs is None else request.log_probs[part.first : part.until]
+            stated = None if log_probs is None else weighed_as_carried(log_probs, first)
+            span = Span(int(marks[until]), first, until, part.version, *known, stated)
+            self._spans.append(span)
+            if log_probs is not None and not request.asked:
+                self._log_probs.append((span, np.asarray(log_probs, np.float64).tobytes()))
 
     def forget(self) -> None:
         """A request was answered, and its spans could not be kept."""
@@ -203,6 +223,9 @@ class RequestTracker:
 
     def take_spans(self) -> list[Span]:
         """Spans of the requests that completed since the last call, each once; with ``FORGOTTEN`` where some are missing."""
-        found = list(self._spans) + [FORGOTTEN] * (len(self._spans) == KEPT)
+        log_probs = dict(self._log_probs)
+        found = [replace(span, log_probs=log_probs[span]) if span in log_probs else span for span in self._spans]
+        found += [FORGOTTEN] * (len(self._spans) == KEPT)
         self._spans.clear()
+        self._log_probs.clear()
         return found

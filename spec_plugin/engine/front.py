@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from safetensors.torch import save_file
 
 from spec_plugin.api.errors import SpecConfigError, pass_on
@@ -24,14 +22,11 @@ from spec_plugin.api.events import (
     Schedule,
     SelfTestReport,
 )
-from spec_plugin.api.rollouts import Rollout
 from spec_plugin.api.spans import Span
-from spec_plugin.api.witness import KEPT, Witness
 from spec_plugin.engine.control_group import ControlGroup, ControlStretch
 from spec_plugin.engine.flight import Request, RequestTracker
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.recurrent_states import check_states, for_states, turned_off
-from spec_plugin.engine.sampling import SampledRequest, extra_args, is_listed
 from spec_plugin.engine.selftest.probe import TOP
 from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan, questions_and_noise
 from spec_plugin.engine.selftest.test import run_self_test
@@ -46,6 +41,7 @@ from spec_plugin.engine.vllm.schedule.channel import (
     take_steps,
 )
 from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
+from spec_plugin.engine.vllm.schedule.plain import PLAIN
 from spec_plugin.engine.vllm.schedule.scheduler import SCHEDULER
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.plan.engine_class import keeps_states
@@ -127,7 +123,7 @@ class EngineFront:
         }
 
     @asynccontextmanager
-    async def sample(self, prompt: Sequence[int], sampling: Any) -> AsyncIterator[SampledRequest]:
+    async def sample(self, prompt: Sequence[int], sampling: Any) -> AsyncIterator[Request]:
         """Put around one request of the trainer's, and nothing else: the phase's clock runs inside.
 
         It waits while the engine is paused for new weights. Options that are not on the lossless allow-list turn drafts off for
@@ -147,31 +143,24 @@ class EngineFront:
         await self.on_request(options)
         while not self._open.is_set():  # they may have come meanwhile
             await self._open.wait()
-        listed = is_listed(options)
-        # nobody recomputes validation
-        joins = listed and self._rollouts_began and not options.get("extra_args")
-        control = self.control() if joins else None
+        listed = _is_listed(options)
+        given = options.get("extra_args") or {}
         with self.request() as request:
-            one = SampledRequest(request, control, extra_args(options, listed, control, request))
-            yield one
-        if one.response is None or not self._keep_spans(prompt, one):
+            undrafted: Mapping[str, Any] = (
+                {} if listed else PLAIN
+            )  # what is not listed is exact without drafts, but slower
+            if listed and self._rollouts_began and not given:  # nobody recomputes validation
+                request.control = self.draw_control_stretch()
+                undrafted = {} if request.control is None else request.control.extra_args
+            request.extra_args = {**given, **undrafted, **request.extra_args}
+            yield request
+        kept = False
+        if request.response is not None:
+            with self.noting("which policy version sampled a response"):
+                self._tracker.completed(request, prompt, self.policy_version, self.schedule.drafting)
+                kept = True
+        if not kept:
             self._tracker.forget()
-
-    def _keep_spans(self, prompt: Sequence[int], one: SampledRequest) -> bool:
-        """Spans and log-probs of a complete request; False where that fails."""
-        assert one.response is not None
-        request, version = one.request, self.policy_version
-        if one.version is not None:  # of all of it, whatever came in between
-            request, version = Request(request.number, one.version), one.version
-        with self.noting("which policy version sampled a response"):
-            mark = self._tracker.completed(
-                request, prompt, one.response, version, self.schedule.drafting, one.control, one.log_probs
-            )
-            if one.log_probs is not None and not one.asked:
-                stated = np.asarray(one.log_probs, np.float64).tobytes()
-                self.witnesses.append(Witness(mark, len(prompt) + len(one.response), stated))
-            return True
-        return False
 
     @contextmanager
     def request(self) -> Iterator[Request]:
@@ -180,7 +169,7 @@ class EngineFront:
             yield request
         self._group.ended(request.tokens)
 
-    def control(self) -> ControlStretch | None:
+    def draw_control_stretch(self) -> ControlStretch | None:
         """The stretch that the next request samples without drafts; None if it is not in the control group."""
         control = self._group.draw() if self.schedule.drafting else None
         return replace(control, first=0) if control is not None and self.stateful else control
@@ -272,7 +261,7 @@ class EngineFront:
         Args:
             refresh: the draft.
             force: although its version is not newer.
-            hold: the previous draft, until ``settle``.
+            hold: the previous draft, until ``spec_settle``.
 
         Raises:
             OSError: if neither shared memory nor the disk has room for it.
@@ -292,10 +281,6 @@ class EngineFront:
             milliseconds=first["milliseconds"],
             reason="; ".join(dict.fromkeys(r["reason"] for r in reports if r["reason"])),
         )
-
-    async def settle(self, keep: bool) -> None:
-        """After an install with ``hold``: every worker drops the previous draft (``keep``), or goes back to it."""
-        await self.engine.collective_rpc("spec_settle", args=(keep,))
 
     async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """k per batch size for the coming phase; a draft that no batch size uses is paused (needs a fresh prefix cache).
@@ -395,21 +380,6 @@ class EngineFront:
         rounds, per_pos = (await self.engine.collective_rpc("spec_take_shadow"))[0]
         return {"shadow_rounds": rounds, "shadow_per_pos": tuple(per_pos)}
 
-    async def take_rollouts(self, most_tokens: int | None = None, more: bool = False) -> list[Rollout]:
-        """Rollouts sampled since the last call, where the method drafts from them; call it between phases.
-
-        Args:
-            most_tokens: of the answer, but for a first one that is longer; None: all.
-            more: what the call before has left over.
-        """
-        # all ranks of an engine see the same
-        (first, *_) = await self.engine.collective_rpc("spec_take_rollouts", args=(most_tokens, more))
-        return [Rollout(*row) for row in first]
-
-    async def remember(self, rollouts: Sequence[Rollout]) -> None:
-        """Have the method draft from rollouts of other engines, or of a former run, in every worker."""
-        await self.engine.collective_rpc("spec_remember", args=([[r.prompt, r.response] for r in rollouts],))
-
     async def state(self, moment: str) -> EngineState:
         """Digests of the weights that the workers hold; reads all of them, for ``spec.audit`` only.
 
@@ -430,7 +400,6 @@ class EngineFront:
 
     def reset_phase(self, policy_version: int | None = None) -> None:
         """Counters and clock start anew; requests in flight go on counting, of a paused engine under this policy version."""
-        self.witnesses: deque[Witness] = deque(maxlen=KEPT)  # of requests whose log-probs the trainer did not ask for
         self._tracker.begin(policy_version)
         self._group.begin()
         self._validated = self._rollouts_began = False  # see ``on_request``
@@ -440,6 +409,15 @@ class EngineFront:
 def _one_digest(parts: Sequence[str]) -> str:
     """The workers' common digest, or a digest of all of them where each holds a shard."""
     return parts[0] if len(set(parts)) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def _is_listed(sampling: Mapping[str, Any]) -> bool:
+    """Are these sampling options on the lossless allow-list."""
+    try:
+        check_sampling(dict(sampling))
+    except SpecConfigError:
+        return False
+    return True
 
 
 def _sampling_key(sampling: Mapping[str, Any]) -> tuple[float, float, int]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from spec_plugin.api.errors import PatchError
 from spec_plugin.engine.calls import EngineCalls
+from spec_plugin.engine.flight import Request
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.sampling import SampledRequest
 from spec_plugin.engine.sleep import SleepState
 from spec_plugin.lifecycle.blocking import run_blocking
 
@@ -168,7 +168,7 @@ class InProcessCalls(EngineCalls):
         return outputs
 
 
-def _with_evidence(params: Any, request: SampledRequest) -> Any:
+def _with_evidence(params: Any, request: Request) -> Any:
     """The request's own options, with log-probs where the trainer wants none: without them nothing can be verified."""
     params = copy.copy(params)
     params.extra_args = request.extra_args

@@ -27,7 +27,7 @@ _DOUBT = 1.2
 
 
 class Ledger:
-    """Of one process; the rank with the link to the engines knows what was earned."""
+    """The sums of one process. What was earned only the rank with the link to the engines knows."""
 
     def __init__(self, overlaps: bool = False) -> None:
         """Nothing earned, nothing spent.
@@ -57,17 +57,17 @@ class Ledger:
             self.spent(time.monotonic() - began)
 
     def spent(self, seconds: float) -> None:
-        """The same, of work that was timed where it was done; what is done within other work counts there."""
+        """Count seconds that were measured elsewhere; inside ``spending`` they are counted already."""
         self._spent += 0.0 if self._inside else seconds
 
     def waits(self) -> None:
-        """From here on the trainer may have to wait for rollouts."""
+        """The trainer has nothing to do from here on but to wait for rollouts."""
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         self._idle_since = now if self._idle_since is None else self._idle_since
 
     def works(self) -> None:
-        """It does not any more: it has rollouts, and goes on."""
+        """The trainer has rollouts, and works on them from here on."""
         if self._idle_since is not None:
             self._waited += time.monotonic() - self._idle_since
             self._idle_since = None
@@ -124,7 +124,7 @@ class Ledger:
             self._closed |= {"spec/saved_s": saved, "spec/net_s": saved - spent}
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step, and of the run so far; nothing before the first step's end."""
+        """``spec/…`` sums of the last step, and of the run so far; empty before the first step's end."""
         return dict(self._closed)
 
 

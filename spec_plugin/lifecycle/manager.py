@@ -6,6 +6,8 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ import pluggy
 from draft_training.errors import CheckpointError
 from draft_training.files import refuse_code
 from spec_plugin.api import hookspecs
+from spec_plugin.api.answers import type_and_value
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.method import Method
 from spec_plugin.methods.fit import refuse_two_policies, refuse_unfit
+from spec_plugin.plan.engine_class import keeps_states
 from spec_plugin.plan.hub import draft_folder, folder_without_code
 from spec_plugin.plan.refusals import refusing
 
@@ -27,10 +31,14 @@ ENTRY_POINT_GROUP = "spec_plugin"
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks for hooks among methods only.
+    """Knows our hooks, and looks for them among methods only.
 
     pluggy (1.6 does, later ones do not) reads every attribute of a plugin, and so computes properties before it is configured.
     """
+
+    def __init__(self) -> None:
+        super().__init__(hookspecs.PROJECT)
+        self.add_hookspecs(hookspecs)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         """What pluggy finds, but nothing for a property."""
@@ -58,8 +66,7 @@ def create_manager(
         built_in_plugins,  # late: it imports torch, and `spec-plugin --help` should not
     )
 
-    manager = _Manager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
+    manager = _Manager()
     blocked, builtins = set(block), built_in_plugins()
     foreign = {ep.name: ep for ep in entry_points(group=ENTRY_POINT_GROUP)} if load_entry_points else {}
     if unknown := blocked - set(builtins) - set(foreign):
@@ -90,8 +97,7 @@ def built_in_method(config: SpecConfig, target: TargetInfo, fetch: bool = False)
     """
     from spec_plugin.lifecycle.registry import built_in_methods
 
-    manager = _Manager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
+    manager = _Manager()
     for name, plugin in built_in_methods().items():
         manager.register(plugin, name=name)
     return ask_method(config, target, manager, fetch)
@@ -123,6 +129,29 @@ def ask_method(
     return found
 
 
+def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager) -> Method:
+    """How the run drafts, from the first plugin that knows.
+
+    Raises:
+        SpecConfigError: if no plugin knows ``config.method``, or the one that does refuses this target.
+    """
+    found = ask_method(config, target, manager)
+    if found is None:
+        names = sorted(n for n, _ in manager.list_name_plugin())
+        meant = "".join(f" (did you mean {name!r}?)" for name in get_close_matches(config.method, names, n=1))
+        raise SpecConfigError(
+            f"spec.method={config.method!r}: no active plugin provides it{meant}; active plugins: {', '.join(names)}. Correct "
+            "the name, install the plugin that has it, or take it out of spec.block"
+        )
+    if not isinstance(found, Method):
+        raise SpecConfigError(
+            f"spec.method={config.method!r}: a plugin's spec_method returned {type_and_value(found)}; expected a "
+            "spec_plugin.api.method.Method"
+        )
+    # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.recurrent_states
+    return replace(found, all_or_nothing_k=True) if keeps_states(target.hf_config) else found
+
+
 def call_each(
     manager: pluggy.PluginManager, hook: str, each: Callable[[str, Callable[[], object]], object], **arguments: object
 ) -> Any:
@@ -141,8 +170,7 @@ def call_each(
     Raises:
         BaseException: what ``each`` or a wrapper raises.
     """
-    wrappers = _Manager(hookspecs.PROJECT)
-    wrappers.add_hookspecs(hookspecs)
+    wrappers = _Manager()
     implementations = getattr(manager.hook, hook).get_hookimpls()
     wrapping = {found.plugin_name for found in implementations if found.wrapper or found.hookwrapper}
     for name, plugin in manager.list_name_plugin():  # in the order in which they came, which decides who is around whom

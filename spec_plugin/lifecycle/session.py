@@ -1,13 +1,11 @@
-"""SpecSession: one per process, the only object that an adapter talks to; it fires the hooks and holds law 6."""
+"""SpecSession: one in the actor's process and one in the engine's; it fires the plugins' hooks and holds law 6 around them."""
 
 from __future__ import annotations
 
 import logging
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +14,13 @@ import pluggy
 from draft_training import OtherRankFailed
 from spec_plugin.api.answers import expect_instance, finite_float, is_cancelled, type_and_value
 from spec_plugin.api.config import SpecConfig
-from spec_plugin.api.errors import SpecConfigError, pass_on
+from spec_plugin.api.errors import pass_on
 from spec_plugin.api.events import (
     DraftRefresh,
     EngineSchedule,
     EngineState,
     HiddenStates,
     LogprobBatch,
-    RefreshReport,
     RolloutStats,
     Schedule,
     SelfTestReport,
@@ -31,12 +28,11 @@ from spec_plugin.api.events import (
     TargetInfo,
     WeightSync,
 )
-from spec_plugin.api.method import Method
 from spec_plugin.api.speculation import Reason, in_force, table_metrics
 from spec_plugin.lifecycle.ledger import Ledger
-from spec_plugin.lifecycle.manager import ask_method, call_each, create_manager
+from spec_plugin.lifecycle.manager import call_each, create_manager, method_of
+from spec_plugin.lifecycle.plugin_metrics import PluginMetrics
 from spec_plugin.lifecycle.recovery import Recovery
-from spec_plugin.plan.engine_class import keeps_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 #: nats; a mean difference that no two models of one vocabulary reach by accident: a tolerance beyond it compares nothing
 _NO_TOLERANCE = 10.0
-#: in a warning, in the place of a plugin's name: which one it was nobody can tell
-_WRAPPER = "a wrapper of spec_metrics"
 
 
 class SpecSession:
@@ -77,11 +71,12 @@ class SpecSession:
         self.hidden = False
         self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
-        self.engines: EngineSchedule | None = None  # that ``RolloutControl`` keeps; None: nobody asked for any
+        self.engines: EngineSchedule | None = None  # what they have confirmed; None: nobody asked for any
         #: what a guard raises in the check in progress; the conformance kit takes back what it has planted itself
         self.refused: BaseException | None = None
         self.auditors: list[Callable[[EngineState], None]] = []  # of the conformance kit; a run has none
-        self._left_out: set[tuple[str, object]] = set()  # metrics that a warning has named
+        self._noted: set[tuple[str, type]] = set()  # harmless trouble that a warning has named
+        self._numbers = PluginMetrics(self)
         self._recoveries = 0
         self._unproven = 0  # checks of the last self-test
         #: the last step whose log-probs were judged, and the sequences that they were chosen from
@@ -97,6 +92,11 @@ class SpecSession:
     def failed(self) -> bool:
         """True while draft trouble has turned speculation off."""
         return self.failure is not None
+
+    @property
+    def speculating(self) -> bool:
+        """Do the engines draft in the phase; ranks without a link know it after ``SpecRun.agree``."""
+        return self.engines is not None and self.engines.drafting
 
     @property
     def judged_together(self) -> int:
@@ -138,8 +138,8 @@ class SpecSession:
         """In place of ``fail``, of bookkeeping that no draft depends on: one warning, and drafts go on."""
         pass_on(error)
         doing = doing or reason.work
-        if (doing, type(error)) not in self._left_out:
-            self._left_out.add((doing, type(error)))
+        if (doing, type(error)) not in self._noted:
+            self._noted.add((doing, type(error)))
             logger.warning("spec-plugin: %s: %s. Drafts go on", doing, _message_of(error), exc_info=error)
 
     def fail(self, reason: Reason, error: BaseException | str, for_good: bool = False, doing: str = "") -> None:
@@ -252,7 +252,7 @@ class SpecSession:
             self.refused = None  # its traceback holds the batch
 
     def check_stated(self, batch: StatedLogprobs) -> None:
-        """The same of log-probs that the engine stated and nobody recomputes.
+        """Let the guards look at log-probs that enter the loss as the engine stated them, and that nobody recomputes.
 
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values.
@@ -285,7 +285,7 @@ class SpecSession:
         if number is not None and number > 0.0:
             return number
         if answer is not None:
-            self._leave_out(f"the answer to {hook.name}", "spec/saved_s", answer, "no positive number")
+            self._numbers.leave_out(f"the answer to {hook.name}", "spec/saved_s", answer, "no positive number")
         return None
 
     def head_start(self) -> float:
@@ -318,11 +318,6 @@ class SpecSession:
                     refresh = None if answer is None else expect_instance(answer, DraftRefresh, "spec_draft_weights")
         return refresh
 
-    def refreshed(self, refresh: DraftRefresh, report: RefreshReport) -> None:
-        """Tell the plugins what became of a refresh."""
-        with self.guarded(Reason.REFRESH):
-            self.manager.hook.spec_refreshed(refresh=refresh, report=report)
-
     def schedule(self, policy_version: int) -> Schedule | None:
         """k per batch size for the coming rollout phase; all zero after a failure."""
         chosen: Schedule | None = None
@@ -348,12 +343,12 @@ class SpecSession:
 
     def metrics(self) -> dict[str, float]:
         """All plugins' metrics merged, plus ``spec/failed`` and what the engines really do."""
-        merged = self._plugins_metrics()
+        merged = self._numbers.merged()
         for_good = self.failed and not self.follows and self._recovery.left is None
         trouble = self._trouble if self.failed else None
         if self.engines is not None:
-            merged |= self._numbers("the engines", table_metrics(self.engines))
-        merged |= self._numbers("the ledger", self.ledger.metrics())
+            merged |= self._numbers.finite("the engines", table_metrics(self.engines))
+        merged |= self._numbers.finite("the ledger", self.ledger.metrics())
         if self.plain_for is not None:  # the controller was not asked, and says what it last predicted
             merged.pop("spec/speedup_predicted", None)
         merged |= in_force(merged.get("spec/state"), self.engines, self.plain_for, trouble, for_good)
@@ -362,50 +357,6 @@ class SpecSession:
         merged["spec/unproven"] = float(self._unproven)
         merged["spec/provenance"] = float(not self.unguarded)
         return merged
-
-    def _plugins_metrics(self) -> dict[str, float]:
-        """What ``spec_metrics`` gives; a plugin that fails, or answers something else, does not silence the others."""
-        found: list[Mapping[str, float]] = []
-
-        def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
-            numbers: dict[str, float] = {}
-            with self.guarded(Reason.OTHER_TROUBLE, f"metrics of plugin {plugin}", harmless=True):
-                numbers = self._numbers(f"plugin {plugin}", metrics())
-            found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
-            return numbers
-
-        answers: object = found
-        with self.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper", harmless=True):
-            answers = call_each(self.manager, "spec_metrics", each)
-        if not isinstance(answers, list):
-            self._leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
-            answers = found
-        merged: dict[str, float] = {}
-        for answer in answers:
-            with self.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper's answer", harmless=True):
-                merged |= self._numbers(_WRAPPER, answer)
-        return merged
-
-    def _numbers(self, who: str, answer: object) -> dict[str, float]:
-        """Those of somebody's metrics that are finite numbers; what else there is, one warning names."""
-        if not isinstance(answer, Mapping):
-            if answer is not None:
-                self._leave_out(who, "all metrics", answer, "no mapping of names to numbers")
-            return {}
-        found = {name: (value, finite_float(value)) for name, value in answer.items()}
-        for name, (value, parsed) in found.items():
-            if parsed is None or not isinstance(name, str):
-                self._leave_out(who, name, value, "no finite number under a name")
-        return {name: v for name, (_, v) in found.items() if v is not None and isinstance(name, str)}
-
-    def _leave_out(self, who: str, name: object, value: object, wrong: str) -> None:
-        if (who, name) in self._left_out:
-            return
-        self._left_out.add((who, name))
-        logger.warning(
-            "spec-plugin: %s, metric %s: %s is %s. It is left out of the log, and the run goes on; correct that plugin",
-            *(who, name, type_and_value(value), wrong),
-        )
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
         """For ``WeightSync``: a copy of one of the policy's tensors, in the engine's dtype.
@@ -444,26 +395,3 @@ def _message_of(error: BaseException | str) -> str:
         return str(error) or type(error).__name__
     except Exception:  # of its own __str__
         return type(error).__name__
-
-
-def method_of(config: SpecConfig, target: TargetInfo, manager: pluggy.PluginManager) -> Method:
-    """How the run drafts, from the first plugin that knows.
-
-    Raises:
-        SpecConfigError: if no plugin knows ``config.method``, or the one that does refuses this target.
-    """
-    found = ask_method(config, target, manager)
-    if found is None:
-        names = sorted(n for n, _ in manager.list_name_plugin())
-        meant = "".join(f" (did you mean {name!r}?)" for name in get_close_matches(config.method, names, n=1))
-        raise SpecConfigError(
-            f"spec.method={config.method!r}: no active plugin provides it{meant}; active plugins: {', '.join(names)}. Correct "
-            "the name, install the plugin that has it, or take it out of spec.block"
-        )
-    if not isinstance(found, Method):
-        raise SpecConfigError(
-            f"spec.method={config.method!r}: a plugin's spec_method returned {type_and_value(found)}; expected a "
-            "spec_plugin.api.method.Method"
-        )
-    # recurrent states stand behind k drafted tokens or none, see spec_plugin.engine.recurrent_states
-    return replace(found, all_or_nothing_k=True) if keeps_states(target.hf_config) else found

@@ -51,7 +51,7 @@ def tokens_of_a_turn(target: TargetInfo) -> tuple[int, int]:
 
 @dataclass
 class _Kept:
-    """Of one document: its chosen tokens."""
+    """The chosen tokens of one document."""
 
     places: Tensor  # [n] int64, in the document
     tokens: Tensor  # [n] int64
@@ -160,7 +160,7 @@ class EvidenceTap:
             self._kept[len(document), mark].append(_Kept(places, document[places], state))
 
     def of(self, documents: Sequence[Tensor], starts: Sequence[int]) -> ChosenStates | None:
-        """Those of a batch, each once; None where the pass kept none at all.
+        """The chosen tokens of a batch, each once; None where the pass kept none at all.
 
         Args:
             documents: token ids of each whole sequence, [n_i].

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from draft_training.card import host_memory
-from draft_training.parts import WHOLE
 from spec_plugin.api.events import HiddenStates
 from spec_plugin.api.ranks import most_of_any_rank, together
 from spec_plugin.api.speculation import Reason
 from spec_plugin.policy.online_training import TRAIN_TOKENS
 from spec_plugin.trainer.decoder import Decoder
-from spec_plugin.trainer.rollout_control import RolloutControl
+from spec_plugin.trainer.harvest_plan import HarvestPlan, Piece
 from spec_plugin.trainer.taps import Taps
+
+if TYPE_CHECKING:
+    from spec_plugin.trainer.spec_run import SpecRun
 
 #: token ids of whole documents, [n_i], in the order of the batch, and masks of what the policy sampled of them, [n_i] bool
 Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -33,10 +32,6 @@ Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
 Rows = Callable[[Tensor], Sequence[Tensor]]
 #: the first step harvests as much as so many others, at most
 _FIRST = 4
-#: of what was read before a response, tokens that are harvested with it; more where more was sampled
-_READ = 1024
-#: a piece of fewer tokens is not worth its place, unless it is a whole document
-_LEAST = 32
 
 
 class PackedShards:
@@ -51,104 +46,6 @@ class PackedShards:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens ``start`` to ``stop`` of a document of one forward pass, and the rank that keeps them."""
-
-    index: int  # of the document
-    start: int
-    stop: int
-    rank: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-class HarvestPlan:
-    """Which tokens of the log-prob passes are harvested, within a budget, and which rank keeps which of them.
-
-    Where there are more tokens than the budget has room for, stretches at even distances are taken, as by the teeth of a comb
-    that is laid on all documents end to end: so each sampled token is as likely as any other, however long its response and
-    wherever in it. How many there will be is taken to be as many as in the step before.
-
-    Ranks that run the same documents together each make this plan, and come to the same one.
-    """
-
-    def __init__(self, tokens: int = 0, ranks: int = 1, window: int = 1 << 62) -> None:
-        """``tokens`` for each of ``ranks``, which share the documents; ``window``: of one stretch, at most. See ``open``."""
-        self.ranks, self._window = ranks, window
-        self.passed = 0  # tokens of the documents since ``open``, whether they were harvested or not
-        self._opened = -1
-        self.open(tokens)
-
-    def open(self, tokens: int, expected: int | None = None) -> None:
-        """A new budget.
-
-        Args:
-            tokens: for each rank.
-            expected: tokens that will pass; None: nobody knows, and the first ones are taken.
-        """
-        self._budget = self.left = self.ranks * tokens
-        self.active = tokens > 0
-        self._expected, self.passed = expected, 0
-        self._opened += self.active  # budgets so far, less one
-        self._turn = self._opened  # the same on all ranks, whatever failed on one of them before
-        self._phase = random.Random(self._opened).random()
-
-    def close(self) -> None:
-        """The log-prob pass is over: nothing is harvested, or counted, until the next ``open``."""
-        self.left, self.active = 0, False
-
-    def pieces(self, masks: Sequence[Tensor]) -> list[Piece]:
-        """What is harvested of the documents of one forward pass, and taken off the budget.
-
-        Args:
-            masks: of each document, [n] bool, True where the policy sampled the token.
-        """
-        found: list[Piece] = []
-        least = min(_LEAST, max(1, min(self._window, self._budget) // 4))
-        for index, mask in enumerate(masks):
-            low, high = _useful(mask)
-            for start, stop in self._teeth(self.passed, high - low):
-                stop = min(stop, start + self.left)
-                if stop - start < min(least, high - low):
-                    continue
-                found.append(Piece(index, low + start, low + stop, self._turn % self.ranks))
-                self.left -= stop - start
-                self._turn += 1
-            self.passed += high - low
-        return found
-
-    def _teeth(self, before: int, tokens: int) -> Iterator[tuple[int, int]]:
-        """Stretches of a document of so many tokens, behind so many of others."""
-        if self._expected is None or self._expected <= self._budget:
-            most = min(self.left, self._window if self._expected is None else self.left)
-            start = random.Random(self._opened + before).randint(0, max(0, tokens - most))
-            if tokens > 0 and most > 0:
-                yield start, min(tokens, start + most)
-            return
-        width = max(1, min(self._window, self._budget))
-        stride = width * self._expected / self._budget
-        if tokens <= width * WHOLE:  # cut, it would lack its beginning
-            if (before - self._phase * stride) % stride < width:
-                yield 0, tokens
-            return
-        tooth = math.floor((before - width) / stride - self._phase)
-        while (begin := (tooth + self._phase) * stride - before) < tokens:
-            if begin + width > 0:
-                yield max(0, int(begin)), min(tokens, int(begin) + width)
-            tooth += 1
-
-
-def _useful(mask: Tensor) -> tuple[int, int]:
-    """First and last token, and one beyond, of what a draft learns from: what was sampled, and some of what was read before."""
-    sampled = mask.nonzero()
-    if not len(sampled):
-        return 0, 0
-    first, last = int(sampled[0]), int(sampled[-1])
-    return max(0, first - max(_READ, len(sampled))), last + 1
 
 
 def cut_out(state: Tensor, pieces: Sequence[Piece], rows: Rows) -> Tensor:
@@ -198,42 +95,42 @@ def harvested(
     if not cut:
         take = rows or partial(rows_of, lengths=[len(document) for document in ids])
         states = [cut_out(state, mine, take) for state in states]
-    return packed(mine, documents, states, policy_version, began)
+    parts = [(ids[p.index][p.start : p.stop], masks[p.index][p.start : p.stop], p.start) for p in mine]
+    return packed(parts, states, policy_version, began)
 
 
 def packed(
-    pieces: Sequence[Piece], documents: Documents, states: Sequence[Tensor], policy_version: int, began: float
+    parts: Sequence[tuple[Tensor, Tensor, int]], states: Sequence[Tensor], policy_version: int, began: float
 ) -> HiddenStates | None:
-    """Pieces of documents, and their states by layer, [N, H] each, in the host's memory; None if there are none.
+    """Pieces of documents with their states, in the host's memory; None if there are none.
 
-    One whose states are not finite is left out.
+    A piece whose states are not finite is left out.
 
     Args:
-        pieces: of ``documents``.
-        documents: of the pass.
-        states: of the auxiliary layers, ascending, and of the final norm; nobody else has them.
+        parts: of each piece its token ids [n_i], its mask of what the policy sampled [n_i], and its place in its document.
+        states: [N, H] of all pieces, of the auxiliary layers, ascending, and of the final norm; nobody else has them.
         policy_version: version of the weights that ran.
         began: when the harvest began, by ``time.perf_counter``.
     """
     with torch.inference_mode(False), torch.no_grad():
+        lengths = [len(ids) for ids, _, _ in parts]
         finite = torch.stack([torch.isfinite(state).all(-1) for state in states]).all(0)
-        good = torch.stack([part.all() for part in torch.split(finite, [len(piece) for piece in pieces])]).tolist()
+        good = torch.stack([part.all() for part in torch.split(finite, lengths)]).tolist()
         if not all(good):
-            keep = torch.cat([torch.full((len(p),), ok) for p, ok in zip(pieces, good, strict=True)]).to(finite.device)
-            pieces, states = list(compress(pieces, good)), [state[keep] for state in states]
-        if not pieces:
+            keep = torch.cat([torch.full((n,), ok) for n, ok in zip(lengths, good, strict=True)]).to(finite.device)
+            parts, states = list(compress(parts, good)), [state[keep] for state in states]
+        if not parts:
             return None
         *aux, last = states
-        (ids, masks) = (torch.cat([whole[p.index][p.start : p.stop] for p in pieces]).cpu() for whole in documents)
         return HiddenStates(
-            input_ids=ids,
+            input_ids=torch.cat([ids for ids, _, _ in parts]).cpu(),
             aux=_on_host(torch.cat([last[:, :0], *aux], dim=-1)),
             last=_on_host(last),
-            loss_mask=masks.bool(),
-            lengths=tuple(map(len, pieces)),
+            loss_mask=torch.cat([mask for _, mask, _ in parts]).cpu().bool(),
+            lengths=tuple(len(ids) for ids, _, _ in parts),
             policy_version=policy_version,
             milliseconds=(time.perf_counter() - began) * 1e3,
-            offsets=tuple(piece.start for piece in pieces),
+            offsets=tuple(start for _, _, start in parts),
             owned=True,
         )
 
@@ -284,15 +181,15 @@ class RolloutHarvest:
     A backend says where its layers are (``taps``) and what is done with what they saw (``keep``).
     """
 
-    def __init__(self, control: RolloutControl, ranks: int = 1, among: Any = None) -> None:
+    def __init__(self, run: SpecRun, ranks: int = 1, among: Any = None) -> None:
         """Nothing is captured before ``open``, and nothing at all where the method harvests nothing.
 
         Args:
-            control: of this process.
+            run: of this process.
             ranks: how many run the same documents together, and share them.
             among: those of them that exchange hidden states inside a pass; None for none.
         """
-        self._control, self.session = control, control.session
+        self._run, self.session = run, run.session
         session = self.session
         window = session.config.train_tokens or TRAIN_TOKENS[session.target.device_type]
         self.plan = HarvestPlan(ranks=ranks, window=window)
@@ -334,7 +231,7 @@ class RolloutHarvest:
         """
         self._build()
         self.in_pass = True
-        self._control.agree()
+        self._run.agree()
         wanted = self._taps is not None and not self.session.failed and not self.session.hidden
         usual = self.session.config.harvest_tokens
         before = int(most_of_any_rank(float(self.plan.passed)))
@@ -409,18 +306,16 @@ class RolloutHarvest:
 class DecoderHarvest(RolloutHarvest):
     """Harvest of a process that runs all layers, on whole rows or on its slices of packed ones."""
 
-    def __init__(
-        self, control: RolloutControl, decoder: Callable[[], Decoder], shards: PackedShards | None = None
-    ) -> None:
+    def __init__(self, run: SpecRun, decoder: Callable[[], Decoder], shards: PackedShards | None = None) -> None:
         """Bind to a policy.
 
         Args:
-            control: of this process.
+            run: of this process.
             decoder: see ``find_decoder``; asked for by the harvest, and by the evidence of exact sampling.
             shards: if the decoder sees a part of each row only.
         """
         self._decoder, self._shards = decoder, shards
-        super().__init__(control, *((1, None) if shards is None else (shards.size, shards.group)))
+        super().__init__(run, *((1, None) if shards is None else (shards.size, shards.group)))
 
     @property
     def whole(self) -> bool:
@@ -429,7 +324,7 @@ class DecoderHarvest(RolloutHarvest):
 
     @property
     def decoder(self) -> Decoder:
-        """Of the policy."""
+        """The policy's decoder layers, looked for at each call."""
         return self._decoder()
 
     def taps(self, layers: Sequence[int]) -> Taps:
@@ -438,7 +333,7 @@ class DecoderHarvest(RolloutHarvest):
 
     def keep(self, taps: Taps, documents: Documents, pieces: Sequence[Piece], rows: Rows | None) -> HiddenStates | None:
         """The pieces that ``plan`` gives this rank, packed; see ``harvested``."""
-        return harvested(taps, documents, self.plan, self._control.policy_version, self._shards, rows, pieces)
+        return harvested(taps, documents, self.plan, self._run.policy_version, self._shards, rows, pieces)
 
     def selection(
         self, documents: Documents, pieces: Sequence[Piece], rows: Rows | None

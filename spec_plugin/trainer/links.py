@@ -21,7 +21,6 @@ from spec_plugin.api.events import (
 )
 from spec_plugin.api.rollouts import CHUNK_TOKENS, Rollout, chunks
 from spec_plugin.api.spans import Span
-from spec_plugin.api.witness import Witness
 from spec_plugin.step_cost.bands import together
 
 
@@ -55,14 +54,14 @@ class EngineLink:
         return self._engines
 
     def call(self, engine: Any, method: str, *args: Any) -> Awaitable[Any]:
-        """Begin a call of a ``SpecEngineMethods`` method; ``all`` awaits the answer, and gives up after its time-out."""
+        """Begin a call of a ``SpecEngineMethods`` method; ``call_all`` awaits the answer, and gives up after its time-out."""
         raise NotImplementedError
 
     def put(self, value: Any) -> Any:
         """A value that all engines get, packed once for all of them."""
         return value
 
-    async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every engine at once, and wait for all.
 
         Args:
@@ -91,33 +90,33 @@ class EngineLink:
         # a GPU's memory does not travel
         stored = self.put(replace(refresh, tensors={n: t.detach().cpu() for n, t in refresh.tensors.items()}))
         try:
-            report = merge_refreshes(await self.all("spec_refresh", stored, force, several))
+            report = merge_refreshes(await self.call_all("spec_refresh", stored, force, several))
         except BaseException:
             if several:  # those that did install it go back, as well as they can
                 with suppress(Exception):
-                    await self.all("spec_settle", False)
+                    await self.call_all("spec_settle", False)
             raise
         if several:  # each holds on to its previous draft until it is known what became of the others
-            await self.all("spec_settle", report.installed)
+            await self.call_all("spec_settle", report.installed)
         return report
 
     async def set_schedule(self, schedule: Schedule) -> EngineSchedule:
         """Send the table of k to every engine; the answer is what all of them have confirmed."""
-        return EngineSchedule.of_all(await self.all("spec_set_schedule", schedule))
+        return EngineSchedule.of_all(await self.call_all("spec_set_schedule", schedule))
 
     async def self_test(self, seconds: float) -> SelfTestReport:
         """Every engine is tested, all at once."""
         return merge_reports(
-            await self.all("spec_self_test", seconds, len(self.engines()), timeout_s=4 * seconds + 300)
+            await self.call_all("spec_self_test", seconds, len(self.engines()), timeout_s=4 * seconds + 300)
         )
 
     async def start_phase(self, policy_version: int) -> None:
         """Begin a rollout phase with this policy version on every engine: counters and clocks restart."""
-        await self.all("spec_start_phase", policy_version)
+        await self.call_all("spec_start_phase", policy_version)
 
     async def stats(self, policy_version: int) -> RolloutStats:
         """Merged counters and step timings of the phase of this policy version."""
-        return merge_stats(await self.all("spec_stats", policy_version))
+        return merge_stats(await self.call_all("spec_stats", policy_version))
 
     async def share_rollouts(self, most_tokens: int) -> list[Rollout]:
         """What the engines sampled, which then all of them know.
@@ -129,16 +128,16 @@ class EngineLink:
         if len(parts) > 1:
             own = OfEngine(range(len(parts)))
             for chunk in chunks(parts):
-                await self.all("spec_remember", self.put(chunk), own)
+                await self.call_all("spec_remember", self.put(chunk), own)
         return [rollout for part in parts for rollout in part]
 
     async def _take_rollouts(self, most_tokens: int) -> list[list[Rollout]]:
-        """Of each engine what it sampled: all of it where there is room for all, else of each as much as of any other."""
+        """Each engine's rollouts: all where there is room for all, else as many tokens of each engine as of any other."""
         parts: list[list[Rollout]] = [[] for _ in self.engines()]
         left, more, giving = most_tokens, False, len(parts)
         while left > 0 and giving:
             before = left
-            answers = await self.all("spec_take_rollouts", min(CHUNK_TOKENS, -(-left // giving)), more)
+            answers = await self.call_all("spec_take_rollouts", min(CHUNK_TOKENS, -(-left // giving)), more)
             for part, answer in zip(parts, answers, strict=True):
                 for rollout in answer:
                     if rollout.tokens <= left:
@@ -150,15 +149,11 @@ class EngineLink:
     async def remember(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts to the memory that every engine drafts from."""
         for chunk in chunks([rollouts]):
-            await self.all("spec_remember", self.put(chunk), None)
+            await self.call_all("spec_remember", self.put(chunk), None)
 
     async def spans(self) -> list[Span]:
         """What the engines sampled since the last call, stretch by stretch."""
-        return [span for part in await self.all("spec_take_spans") for span in part]
-
-    async def witnesses(self) -> list[Witness]:
-        """Log-probs of this phase that the trainer did not ask for, of all engines."""
-        return [witness for part in await self.all("spec_witnesses") for witness in part]
+        return [span for part in await self.call_all("spec_take_spans") for span in part]
 
     async def state(self, moment: str) -> EngineState:
         """Versions and digests in every engine's worker, at a named moment.
@@ -166,7 +161,7 @@ class EngineLink:
         Raises:
             RuntimeError: if the engines differ.
         """
-        return merge_states(await self.all("spec_state", moment))
+        return merge_states(await self.call_all("spec_state", moment))
 
 
 class ActorsLink(EngineLink):
@@ -226,7 +221,7 @@ def args_of(args: Sequence[Any], engine: int) -> list[Any]:
 
 
 def chosen_error(answers: Sequence[Any]) -> BaseException | None:
-    """Of what engines have raised, what must stop the run, else that of the first of them; None where none has."""
+    """The error among some answers that must stop the run, else the first error; None where no engine has raised."""
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     return next((error for error in errors if stops_the_run(error)), errors[0] if errors else None)
 

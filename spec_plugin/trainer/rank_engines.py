@@ -54,15 +54,15 @@ class RanksLink(EngineLink):
 
     # ---- on the first rank
 
-    async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method on every rank's engine at once, and wait for all.
 
         Raises:
             BaseException: what an engine has raised; of several what must stop the run, else that of the first of them.
         """
         if self._group is not None:
-            said = [replace(a, tensors={}) if isinstance(a, DraftRefresh) else a for a in args]
-            dist.broadcast_object_list([(method, said)], src=0, group=self._group)
+            light = [replace(a, tensors={}) if isinstance(a, DraftRefresh) else a for a in args]
+            dist.broadcast_object_list([(method, light)], src=0, group=self._group)
         answers = await self._answers(method, args)
         if (error := chosen_error(answers)) is not None:
             raise error
@@ -92,8 +92,8 @@ class RanksLink(EngineLink):
             else:
                 thread.join()
 
-    def keep(self, policy_version: int, refresh: DraftRefresh | None) -> None:
-        """This rank's own draft behind a weight sync; None: it has none to install."""
+    def on_local_draft(self, policy_version: int, refresh: DraftRefresh | None) -> None:
+        """Hand over the draft that this rank has made for a weight sync; None: it has none to install."""
         with self._has_draft:
             self._draft = (policy_version, refresh)
             self._has_draft.notify_all()
@@ -101,11 +101,11 @@ class RanksLink(EngineLink):
     def _serve(self, on_stream: Callable[[], AbstractContextManager[None]]) -> None:
         with on_stream():
             while True:
-                said: list[Any] = [None]
-                dist.broadcast_object_list(said, src=0, group=self._group)
-                if said[0] is None:
+                call: list[Any] = [None]
+                dist.broadcast_object_list(call, src=0, group=self._group)
+                if call[0] is None:
                     return
-                method, args = said[0]
+                method, args = call[0]
                 asyncio.run(self._answers(method, args))
 
     async def _answers(self, method: str, args: Sequence[Any]) -> list[Any]:
@@ -134,11 +134,11 @@ class RanksLink(EngineLink):
             self._serves = self._served_before
         return await getattr(self.engine, method)(*mine)
 
-    async def _refresh(self, said: DraftRefresh, *more: Any) -> RefreshReport:
-        """Install this rank's own draft in the place of what the first rank has said of its own."""
+    async def _refresh(self, announced: DraftRefresh, *more: Any) -> RefreshReport:
+        """Install this rank's own draft, if its version and digest are those that the first rank has announced."""
         self._served_before = self._serves  # whatever comes of this one
-        refresh = said if self.rank == 0 else self._trained(said.policy_version)
-        wanted = said.draft_version, said.digest
+        refresh = announced if self.rank == 0 else self._trained(announced.policy_version)
+        wanted = announced.draft_version, announced.digest
         if refresh is None or (refresh.draft_version, refresh.digest) != wanted:
             has = "none" if refresh is None else f"version {refresh.draft_version}, digest {refresh.digest}"
             why = f"rank {self.rank} has another draft than the first rank: {has}, not version {wanted[0]}, digest {wanted[1]}"
@@ -148,7 +148,11 @@ class RanksLink(EngineLink):
         return report
 
     def _trained(self, policy_version: int) -> DraftRefresh | None:
-        """This rank's own draft, which its main thread may still be making."""
+        """Wait for the draft that this rank's main thread makes for this policy version.
+
+        Raises:
+            TimeoutError: if it does not come.
+        """
         with self._has_draft:
             if not self._has_draft.wait_for(lambda: self._draft[0] == policy_version, self.timeout_s):
                 raise TimeoutError(
@@ -168,7 +172,7 @@ class _Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int) -> _Failure:
-        """Of this rank's; its traceback stays in this rank's log."""
+        """What travels of an error of this rank, whose traceback stays in this rank's log."""
         stops = stops_the_run(error)
         if stops is not None:
             return cls(str(stops), type(stops))

@@ -1,69 +1,34 @@
-"""SpecRun: all that an adapter's actor process does for speculative rollouts, in one object that keeps the order of things."""
+"""SpecRun: all that an adapter calls in the trainer's actor; it keeps the order of a step, and the ranks together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spec_plugin.api.errors import WrongOrderError
-from spec_plugin.api.events import UNKNOWN, ChosenStates, Drafts, LogprobBatch, StatedLogprobs, WeightSync, disputed
-from spec_plugin.api.ranks import is_first
-from spec_plugin.api.spans import Spans
+from spec_plugin.api.events import DraftRefresh, Drafts, EngineSchedule, LogprobBatch, StatedLogprobs, WeightSync
+from spec_plugin.api.ranks import RanksPartedError, is_first, most_of_any_rank, of_first, on_any_rank
+from spec_plugin.api.spans import FORGOTTEN, Span, Spans
 from spec_plugin.api.speculation import Reason
-from spec_plugin.api.witness import Witness, witnessed
 from spec_plugin.lifecycle.blocking import run_blocking
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.decoder import Decoder
+from spec_plugin.trainer.engine_control import EngineControl
 from spec_plugin.trainer.evidence import EvidenceTap
-from spec_plugin.trainer.harvest import DecoderHarvest, Documents, PackedShards, RolloutHarvest, Rows
+from spec_plugin.trainer.harvest import Documents, RolloutHarvest, Rows
+from spec_plugin.trainer.judged import share_for
 from spec_plugin.trainer.links import EngineLink
+from spec_plugin.trainer.log_probs import Responses, who_sampled, with_kept_log_probs
 from spec_plugin.trainer.rank_engines import RanksLink
-from spec_plugin.trainer.rollout_control import RolloutControl
+from spec_plugin.trainer.slice_clock import SliceClock
 
-
-@dataclass(frozen=True)
-class Responses:
-    """What a trainer holds of B responses when their log-probs are about to enter the loss, padded to the longest."""
-
-    documents: Sequence[Tensor]  # token ids of each whole sequence, [n_i] int64
-    starts: Sequence[int]  # where the first column of the [B, T] tensors lies in each document
-    mask: Tensor  # [B, T] bool, True where the policy sampled the token
-    rollout: (
-        Tensor | None
-    )  # [B, T] float, log-probs by the engine while sampling; None: the trainer did not ask for them
-    #: [B] int64 each: policy versions that sampled each first and last token, -1 unknown, where the trainer keeps them beside
-    #: its responses; None: the engines alone say it
-    told: tuple[Tensor, Tensor] | None = None
-    #: [B] bool: rows from which the trainer has cut tokens on purpose, so that no request need be whole in them; None: from none
-    cut: Tensor | None = None
-
-    def versions(self, said: Tensor, now: int, lags: bool) -> Tensor:
-        """Of each token the policy version, [B, T], as ``LogprobBatch`` has it: what the trainer was told and what engines said.
-
-        Args:
-            said: [B, T] by the engines, -1 unknown.
-            now: version that recomputes.
-            lags: may a sequence be of several versions: then engines know better which token is of which.
-        """
-        if self.told is None:
-            return said
-        first, last = (version.to(said.device)[:, None] for version in self.told)
-        number, count = self.mask.cumsum(-1), self.mask.sum(-1, keepdim=True)  # which sampled token of how many
-        begun = torch.where((count == 1) & (last > now), last, first)  # a single token is both ends
-        told = torch.where(first == last, first, UNKNOWN).expand_as(said)
-        told = told.where(number != count, last).where(number != 1, begun)
-        told = told.where(last >= first, disputed(first))  # versions never fall
-        if not lags:
-            return told.where(told != UNKNOWN, said)
-        between = (first < 0) | ((first <= said) & (said <= last))
-        return told.where((said < 0) | (last > now), said.where(between, disputed(said)))
+logger = logging.getLogger(__name__)
 
 
 class SpecRun:
@@ -87,10 +52,8 @@ class SpecRun:
         self,
         session: SpecSession,
         link: EngineLink | None,
-        decoder: Callable[[], Decoder] | None = None,
+        harvest: Callable[[SpecRun], RolloutHarvest],
         *,
-        shards: PackedShards | None = None,
-        harvest: Callable[[RolloutControl], RolloutHarvest] | None = None,
         sleeps: bool = False,
         overlaps: bool = False,
     ) -> None:
@@ -100,45 +63,32 @@ class SpecRun:
             session: of this process.
             link: all engines of the run, on the first actor rank; None on the others, which train the same draft. A
                 ``RanksLink`` on every rank.
-            decoder: finds the policy's decoder, see ``find_decoder``; asked for where the method harvests, or there is evidence.
-            shards: if the decoder sees a part of each row only.
-            harvest: makes the harvest of a backend that needs one of its own, in the place of ``decoder`` and ``shards``.
+            harvest: makes what captures the hidden states of this rank's log-prob passes: ``DecoderHarvest``, or a backend's own.
             sleeps: have the engines no weights in memory when the log-prob pass begins.
             overlaps: do the engines generate while the trainer trains; rollouts then end with the next weight sync.
         """
-        self.session = session
+        self.session, self._overlaps = session, overlaps
+        session.ledger.overlaps = overlaps
         self._ranks = link if isinstance(link, RanksLink) else None
-        keep = None
-        if self._ranks is not None and not is_first():
-            link, keep = None, self._ranks.keep
-        self.control = RolloutControl(session, link, sleeps, overlaps, keep)
-        if harvest is not None:
-            self.harvest = harvest(self.control)
-        else:
-            assert decoder is not None, "either decoder or harvest"
-            self.harvest = DecoderHarvest(self.control, decoder, shards)
-        self._evidence = EvidenceTap(self.harvest, session)
+        self.link = link if self._ranks is None or is_first() else None  # all engines of the run, on the first rank
+        self._slices = SliceClock()
+        self.engines = (
+            None if self.link is None else EngineControl(session, self.link, self._slices, sleeps or overlaps)
+        )
+        self.policy_version = -1  # of the weights that the engines roll out with; -1 before the first weight sync
+        self.lags = overlaps  # may sequences be older than the policy that recomputes them; the same on all ranks
         self._in_pass = self._synced = False
         self._checked = False  # log-probs of the step in progress
-        #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
-        self._spans: Spans | None = None
         self._ahead = 0  # steps trained since the last weight sync
+        #: what the engines have said of what they sampled; they are asked once a step, in a synchronous run once a phase
+        self._spans, self._asked = Spans(), False
+        self._with_log_probs: list[Span] = []  # since the last weight sync, on the first rank
+        self.harvest = harvest(self)
+        self._evidence = EvidenceTap(self.harvest, session)
 
     def _serving(self) -> AbstractContextManager[None]:
         """Around what may call engines that live in the ranks' own processes."""
         return nullcontext() if self._ranks is None else self._ranks.serving()
-
-    # ---- weight sync and rollouts
-
-    @property
-    def link(self) -> EngineLink | None:
-        """All engines of the run, on the first actor rank."""
-        return self.control.link
-
-    @property
-    def policy_version(self) -> int:
-        """Of the weights that the engines roll out with; -1 before the first weight sync."""
-        return self.control.policy_version
 
     async def weights_synced(
         self,
@@ -165,12 +115,37 @@ class SpecRun:
         self._refuse(self._in_pass, "weights_synced", "inside logprob_pass; sync weights before or behind it")
         if not copied:
             embed, head = (None if t is None else self.session.copy_of(t) for t in (embed, head))
-        self._ahead, self._spans, self._synced = 0, None, True
+        self._ahead, self._synced = 0, True
+        self._asked, self._with_log_probs = False, []
         self._evidence.begin(version)
         with self._serving():
-            await self.control.synced(WeightSync(version, embed, head))
+            if self._overlaps:
+                await self._end_phase()
+            self.policy_version = version
+            if self.engines is not None:
+                await self.engines.audit("synced")
+            await self._refresh(WeightSync(version, embed, head))
             if rollouts_begin:
                 await self.rollouts_begin()
+
+    async def _refresh(self, event: WeightSync) -> None:
+        """Send the draft for these weights; where speculation had failed and may be tried again, begin anew (collective)."""
+        session, failed = self.session, self.session.failed
+        session.try_again()
+        begins_anew = self.agree(failed)
+        if begins_anew:
+            session.recover()
+        with session.ledger.spending():
+            refresh: DraftRefresh | None = session.weight_sync(event)
+            if begins_anew:
+                # a plain phase, on which all ranks harvest and train again; what is sent and tested is sent behind the next
+                # sync, for which all replicas were waited
+                return
+            fresh_start, session.recovering = session.recovering, False
+            if self.engines is not None:
+                await self.engines.install(refresh, fresh_start)
+            elif self._ranks is not None:
+                self._ranks.on_local_draft(event.policy_version, refresh)
 
     async def rollouts_begin(self) -> None:
         """Generation may begin: self-test where it is due, then the number of tokens to draft.
@@ -180,15 +155,58 @@ class SpecRun:
             WrongOrderError: if no weight sync came before.
         """
         self._refuse(not self._synced, "rollouts_begin", "before the first weights_synced, which it stands on")
-        self._spans = self._spans if self.control.lags else None  # of a generation before this one
+        self._asked = self._asked and self.lags  # else that was of a generation before this one
+        session, control_share = self.session, None
+        if self.lags and not session.target.truncated:
+            # older text is measured by the plain text of its own step, of which each must have enough
+            control_share = share_for(session.config.control_share, session.judged_together)
         with self._serving():
-            await self.control.begin()
+            if self.engines is None:
+                session.rollout_start(self.policy_version)
+            else:
+                await self.engines.begin(self.policy_version, control_share)
+                session.ledger.waits()
 
     async def rollouts_end(self) -> None:
         """The trainer has rollouts. Collect what the engines did, once, and not where rollouts overlap with training."""
         self.session.ledger.works()
         with self._serving():
-            await self.control.finish()
+            if not self._overlaps:
+                await self._end_phase()
+
+    async def _end_phase(self) -> None:
+        if self.engines is not None:
+            self.lags = await self.engines.end_phase() or self.lags
+
+    def agree(self, failed_before: bool = False) -> bool:
+        """Make all ranks know whether the phase drafted, and stop speculating together (collective).
+
+        Args:
+            failed_before: had speculation failed on this rank a moment ago.
+
+        Returns:
+            Whether it had on any rank, and has failed on none now: all begin anew, or none.
+        """
+        session, first, was_hidden = self.session, self.engines is not None, self.session.hidden
+        hidden = first and session.ledger.hidden and session.config.serve == "auto"
+        own = first and session.speculating, self.lags, session.failed and not session.follows, hidden, failed_before
+        try:
+            drafted, self.lags, failed, session.hidden, failed_before = on_any_rank(*own)
+        except RanksPartedError as error:
+            session.fail(Reason.OTHER_TROUBLE, error, for_good=True, doing="the ranks' agreement")
+            return False
+        if first and hidden is not was_hidden:
+            logger.info(
+                "spec-plugin: policy version %d: the trainer %s",
+                self.policy_version,
+                "does not wait for rollouts, so drafts would save nothing: none are served or trained until it does"
+                if hidden
+                else "waits for rollouts again: drafts go on",
+            )
+        if not first:  # which table it is nobody has told this rank
+            session.engines = EngineSchedule(None if drafted else session.plain_schedule)
+        session.follow("another rank: its own warning says why" if failed else None)
+        return failed_before and not failed
 
     # ---- the log-prob pass
 
@@ -223,16 +241,12 @@ class SpecRun:
             rows: takes a layer's output apart, [n_i, H] of each document; left out for [B, T, H] or packed [1, N, H].
         """
         found: Callable[[], Documents] = cache(documents)  # both ask
-        moved = self._ahead or self.control.lags
+        moved = self._ahead or self.lags
         with (
             nullcontext() if moved else self._evidence.capture(found, rows),
             self.harvest.capture(found, rows),
         ):
             yield
-
-    def spending(self) -> AbstractContextManager[None]:
-        """Around what the trainer's process does for our sake alone: it counts as what drafts cost."""
-        return self.session.ledger.spending()
 
     # ---- log-probs, before they enter the loss
 
@@ -258,33 +272,38 @@ class SpecRun:
             LogprobProvenanceError: naming the first sequences, positions and values. Let it stop the run.
             WrongOrderError: if the rollouts have not ended.
         """
-        control = self.control
-        self._refuse(control.running, "check", "while the rollouts run; call rollouts_end before")
+        running = self.engines is not None and self.engines.running is not None
+        self._refuse(running and not self._overlaps, "check", "while the rollouts run; call rollouts_end before")
         self.session.ledger.works()
         who = self._who_sampled(responses)
-        kept = self._witnesses() if responses.rollout is None else []
         if not len(responses.mask):  # of a rank that got none
             self._checked = True
             return
+        stated = responses.rollout is not None
+        states = self._evidence.of(responses.documents, responses.starts) if stated and not self._ahead else None
         batch = LogprobBatch(
-            policy_version=control.policy_version,
+            policy_version=self.policy_version,
             recomputed=recomputed,
             rollout=responses.rollout,
             mask=responses.mask,
             rollout_in_loss=rollout_in_loss,
-            lag_allowed=control.lags,
+            lag_allowed=self.lags,
             ahead=self._ahead if current_weights else 0,
-            states=self._states_of(responses),
-            no_states=self._evidence.none_for(control.lags, responses.rollout is not None),
+            states=states,
+            no_states=self._evidence.none_for(self.lags, stated),
             **who,
         )
         self.session.check_logprobs(batch, chosen_from)
-        if kept and (known := self._kept_aside(batch, responses, kept)) is not None:
-            self.session.check_logprobs(known)
+        if not stated and self._with_log_probs:
+            known: LogprobBatch | None = None
+            with self.session.guarded(Reason.ENGINES, "log-probs that the engines kept"):
+                known = with_kept_log_probs(batch, responses, self._with_log_probs)
+            if known is not None:
+                self.session.check_logprobs(known)
         self._checked = True
 
     def check_stated(self, responses: Responses) -> None:
-        """The same of log-probs that enter the loss as the engine stated them, and that nobody recomputes (collective).
+        """Check log-probs that enter the loss as the engine stated them, and that nobody recomputes (law 3; collective).
 
         Raises:
             LogprobProvenanceError: naming the first sequences, positions and values. Let it stop the run.
@@ -293,10 +312,9 @@ class SpecRun:
         if responses.rollout is None:
             return
         who = self._who_sampled(responses)
-        stated = StatedLogprobs(
-            self.policy_version, responses.rollout, responses.mask, lag_allowed=self.control.lags, **who
+        self.session.check_stated(
+            StatedLogprobs(self.policy_version, responses.rollout, responses.mask, lag_allowed=self.lags, **who)
         )
-        self.session.check_stated(stated)
         self._checked = True
 
     def undrafted(self, responses: Responses) -> Tensor:
@@ -305,44 +323,29 @@ class SpecRun:
         return (drafted != Drafts.ON) & responses.mask
 
     def _who_sampled(self, responses: Responses) -> dict[str, Any]:
-        """Of each token what engines have said: ``versions``, ``drafted``, ``sampled`` and ``apart`` of a batch."""
-        if self._spans is None:
-            with self._serving():
-                self._spans = self.control.spans(responses.told is not None)
-        now, mask, told, lags = self.policy_version, responses.mask, responses.told, self.control.lags
-        said, plain = torch.full(mask.shape, UNKNOWN), torch.zeros(mask.shape, dtype=torch.bool)
-        exact: dict[str, Tensor] = {}
-        if told is None and not lags:  # what this phase has sampled is not taken for older text
-            told = (torch.full((len(mask),), now),) * 2
-        # log-probs are judged without it, too
-        with self.session.guarded(Reason.ENGINES, "what the engines say of their samples"):
-            found = self._spans.of(responses.documents, responses.starts, mask, told, responses.rollout)
-            said, plain, exact["apart"] = found.versions, found.plain, found.apart
-            if self._spans.complete and not lags:  # a document that lags may have begun before this run
-                cut = torch.zeros(len(mask), dtype=torch.bool) if responses.cut is None else responses.cut.cpu()
-                exact["sampled"] = (found.sampled | cut[:, None]).to(mask.device)
-        if now < 0:  # the engines know theirs, and the actor has not heard of it: nothing can be compared
-            said.fill_(UNKNOWN)
-        plain = plain.to(mask.device)
-        drafts = bool((mask & ~plain).any()) if lags else self.control.speculating  # of the phases that sampled it
-        drafted = torch.where(plain & drafts, Drafts.CONTROL, Drafts.ON if drafts else Drafts.OFF).to(torch.uint8)
-        return {"versions": responses.versions(said.to(mask.device), now, lags), "drafted": drafted, **exact}
+        spans = self._engine_spans(responses)
+        return who_sampled(self.session, responses, spans, self.policy_version, self.lags)
 
-    def _states_of(self, responses: Responses) -> ChosenStates | None:
-        """Of the tokens that are evidence of exact sampling, if the engine's log-probs came along."""
-        known = responses.rollout is not None and not self._ahead
-        return self._evidence.of(responses.documents, responses.starts) if known else None
-
-    def _witnesses(self) -> list[Witness]:
+    def _engine_spans(self, responses: Responses) -> Spans:
+        """What the engines have said of the text that they sampled; they are asked where that is due (collective)."""
+        if self._asked:
+            return self._spans
+        # of this phase alone where the trainer knows, in a synchronous run, by which version its text was sampled
+        session, of_the_run = self.session, self.lags or responses.told is None
+        # behind a failure, in a phase without drafts, nobody needs it, and nobody waits for it
+        needed = of_the_run or responses.rollout is None or session.speculating or not session.failed
+        self._asked, found = True, [FORGOTTEN]
         with self._serving():
-            return self.control.witnesses()
-
-    def _kept_aside(self, batch: LogprobBatch, responses: Responses, kept: Sequence[Witness]) -> LogprobBatch | None:
-        """What the engines kept aside of log-probs that the trainer did not ask for, of this rank's sequences."""
-        known: LogprobBatch | None = None
-        with self.session.guarded(Reason.ENGINES, "log-probs that the engines kept"):
-            known = witnessed(batch, responses.documents, responses.starts, kept)
-        return known
+            if self.engines is not None and needed:
+                found = run_blocking(self.engines.spans())
+            self._with_log_probs += [span for span in found if span.log_probs is not None]
+            self._spans = self._spans if of_the_run else Spans()
+            self._spans.complete = False
+            with session.guarded(Reason.ENGINES, "what the engines say of their samples"):
+                # other ranks need no log-probs: the first one finds its own documents among so many
+                found = of_first([span if span.log_probs is None else replace(span, log_probs=None) for span in found])
+                self._spans.add(found, self.policy_version)
+        return self._spans
 
     # ---- behind the update, and what a run leaves behind
 
@@ -356,9 +359,20 @@ class SpecRun:
             not self._checked, "policy_updated", "without check or check_stated in this step, before the update"
         )
         self._checked = False
-        self._spans = None if self.control.lags else self._spans  # else the engines have said all of this phase
+        self._asked = self._asked and not self.lags  # else the engines have said all of this phase
         self._ahead += 1
-        self.control.train_draft(step)
+        session, share = self.session, self.session.config.train_share
+        wanted, head_start = 0.0 if session.hidden else session.head_start(), 0.0
+        self.agree()  # behind it: who failed there takes no part in the slice
+        with session.guarded(Reason.TRAINING, "head start"):
+            head_start = most_of_any_rank(wanted)
+        step_seconds = self._slices.step_seconds()
+        with session.ledger.spending():
+            if not session.hidden:
+                session.train_draft(step, share / (1.0 - share) * step_seconds + head_start)
+        self._slices.restart()
+        session.ledger.close()
+        session.ledger.waits()
 
     def metrics(self) -> Mapping[str, float]:
         """``spec/…`` of this step, on the rank that knows the engines; empty on the others."""

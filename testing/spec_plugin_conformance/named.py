@@ -7,7 +7,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.spec_run import Responses, SpecRun
+from spec_plugin.trainer.log_probs import Responses
+from spec_plugin.trainer.spec_run import SpecRun
 from spec_plugin_conformance.watch import Write
 
 _writes: WeakKeyDictionary[SpecSession, Write] = WeakKeyDictionary()

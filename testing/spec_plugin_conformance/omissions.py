@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spec_plugin.api.witness import KEPT
+from spec_plugin.api.spans import KEPT_LOG_PROBS
 from spec_plugin_conformance.judge import Event, Trace, actor_events, events_of
 from spec_plugin_conformance.reported import CHECKED, as_kept, rollout_requests
 
@@ -51,7 +51,7 @@ def responses_checked(trace: Trace, dropped: Sequence[Sequence[int]] = ()) -> li
             f"a guard has seen {seen} of {sampled} responses that were trained on; of the others nothing was checked, or a part "
             "of which the adapter does not say that the trainer cut it on purpose (Responses.cut)"
         )
-    few = [v for v in trained if v not in whole and _SHOWN_OF * len(shown[v]) < min(KEPT, len(answers[v]))]
+    few = [v for v in trained if v not in whole and _SHOWN_OF * len(shown[v]) < min(KEPT_LOG_PROBS, len(answers[v]))]
     if few:
         problems.append(
             f"policy versions {few}: the engine has stated log-probs of "

@@ -16,8 +16,7 @@ from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.commands.check import judge_run, model_from
 from spec_plugin.commands.doctor import examine_checkpoints
-from spec_plugin.lifecycle.manager import create_manager
-from spec_plugin.lifecycle.session import method_of
+from spec_plugin.lifecycle.manager import create_manager, method_of
 from spec_plugin.plan.refusals import OURS, read_json
 
 TARGET = {

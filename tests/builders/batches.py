@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from spec_plugin.api.events import Drafts, LogprobBatch, StatedLogprobs
 from spec_plugin.api.spans import Span, Tokens, fingerprints, joined, weighed_as_carried
-from spec_plugin.api.witness import Witness
 
 
 def batch_of(
@@ -73,6 +73,7 @@ def span_of(
     return Span(mark, len(prompt), len(prompt) + len(response), version, *plain, stated)
 
 
-def witness_of(tokens: Tokens, log_probs: Sequence[float]) -> Witness:
-    """The witness of a request, by the tokens of prompt and response and the log-probs of the response."""
-    return Witness(int(fingerprints(tokens)[-1]), len(tokens), np.asarray(log_probs, np.float64).tobytes())
+def kept_of(tokens: Sequence[int], log_probs: Sequence[float], version: int = 0) -> Span:
+    """The span of a request whose log-probs the trainer did not ask for, by the tokens of prompt and response."""
+    prompt, response = tokens[: len(tokens) - len(log_probs)], tokens[len(tokens) - len(log_probs) :]
+    return replace(span_of(prompt, response, version), log_probs=np.asarray(log_probs, np.float64).tobytes())

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from builders.batches import batch_of, span_of, stated_of, witness_of
+from builders.batches import batch_of, span_of, stated_of
+from builders.spec_run import run_of, spans_of, synced, trained
 from builders.training import TARGET, hidden, sync
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfig, hookimpl
 from spec_plugin.api.events import (
@@ -30,7 +31,7 @@ from spec_plugin.api.spans import FORGOTTEN
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer.links import EngineLink
-from spec_plugin.trainer.rollout_control import RolloutControl
+from spec_plugin.trainer.spec_run import SpecRun
 
 #: nothing happens, or a value is left out; speculation is off and the run goes on, with one warning; the run stops
 ON, OFF, STOPS = "on", "off", "stops"
@@ -117,7 +118,7 @@ class Fault:
 
 
 #: what a run asks of a link; the rest is how a link reaches its engines
-LINK_CALLS = {name for name in vars(EngineLink) if not name.startswith("_")} - {"engines", "call", "put", "all"}
+LINK_CALLS = {name for name in vars(EngineLink) if not name.startswith("_")} - {"engines", "call", "put", "call_all"}
 
 
 @dataclass
@@ -161,9 +162,6 @@ class FakeLink:
 
     async def spans(self) -> Any:
         return await self._answer("spans", [span_of([1], [2, 3], 0), FORGOTTEN])
-
-    async def witnesses(self) -> Any:
-        return await self._answer("witnesses", [witness_of((1, 2), (-1.0,))])
 
     async def state(self, moment: str) -> Any:
         return await self._answer("state", EngineState(moment, 0, 0, "", ""))
@@ -219,7 +217,7 @@ def listen(session: SpecSession, call: str, answer: Callable[[], Any]) -> None:
     setattr(owner, name, called) if name else session.auditors.append(called)
 
 
-def make(fault: Fault, link: FakeLink | None = None, overlaps: bool = True, **options: Any) -> RolloutControl:
+def make(fault: Fault, link: FakeLink | None = None, overlaps: bool = True, **options: Any) -> SpecRun:
     manager = create_manager(block=("eagle3",), load_entry_points=False)
     manager.register(Drafter())
     if fault.call.startswith("spec_"):
@@ -228,29 +226,28 @@ def make(fault: Fault, link: FakeLink | None = None, overlaps: bool = True, **op
     session = SpecSession(SpecConfig(**config), TARGET, manager)
     if fault.call in NO_HOOKS:
         listen(session, fault.call, fault.answer)
-    return RolloutControl(session, link or FakeLink(fault), overlaps=overlaps)
+    return run_of(session, link or FakeLink(fault), overlaps=overlaps)
 
 
-def steps(control: RolloutControl, folder: Path, count: int = 3) -> Iterator[dict[str, float]]:
+def steps(control: SpecRun, folder: Path, count: int = 3) -> Iterator[dict[str, float]]:
     """A trainer's steps; the engines never draft while it is said that they do not."""
     session, link = control.session, control.link
     assert isinstance(link, FakeLink)
     session.load(folder)
     session.recover()  # as after an earlier failure
     for version in range(count):
-        asyncio.run(control.synced(sync(version)))
-        asyncio.run(control.begin())
-        assert control.speculating or not any(link.table), "drafted text would be taken for plain"
+        synced(control, sync(version))
+        asyncio.run(control.rollouts_begin())
+        assert session.speculating or not any(link.table), "drafted text would be taken for plain"
         session.target_forward(hidden(torch.arange(12), version))
-        asyncio.run(control.finish())
-        control.spans()
-        control.witnesses()
+        asyncio.run(control.rollouts_end())
+        spans_of(control)
         control.agree()
         logprobs, mask = torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool)
-        drafts = Drafts.ON if control.speculating else Drafts.OFF
+        drafts = Drafts.ON if session.speculating else Drafts.OFF
         batch = batch_of(version, logprobs, logprobs, mask, drafts)
         session.check_logprobs(batch)
         session.check_stated(stated_of(batch))
-        control.train_draft(version)
+        trained(control, version)
         session.save(folder)
         yield session.metrics()

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from builders.law6_faults import Drafter, FakeLink, Fault
+from builders.spec_run import run_of, synced, trained
 from builders.training import TARGET, hidden, sync
 from spec_plugin import SpecConfig
 from spec_plugin.api.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule, SelfTestReport
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 class Engines(FakeLink):
@@ -54,16 +54,16 @@ class Run:
         manager.register(Drafter())
         config = SpecConfig(serve="always", refresh_timeout_s=5.0, **options)
         self.engines = Engines()
-        self.control = RolloutControl(SpecSession(config, TARGET, manager), self.engines)
+        self.control = run_of(SpecSession(config, TARGET, manager), self.engines)
         self.session, self.version = self.control.session, 0
 
     def step(self) -> list[str]:
         """One step; what was asked of the engines in it."""
         self.engines.asked.clear()
-        asyncio.run(self.control.synced(sync(self.version)))
-        asyncio.run(self.control.begin())
+        synced(self.control, sync(self.version))
+        asyncio.run(self.control.rollouts_begin())
         self.session.target_forward(hidden(torch.arange(12), self.version))
-        asyncio.run(self.control.finish())
-        self.control.train_draft(self.version)
+        asyncio.run(self.control.rollouts_end())
+        trained(self.control, self.version)
         self.version += 1
         return list(self.engines.asked)

@@ -23,6 +23,7 @@ from spec_plugin.api.events import (
     TargetInfo,
     WeightSync,
 )
+from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 
@@ -69,7 +70,9 @@ def step(session: SpecSession, version: int, folder: Path) -> dict[str, float]:
     session.load(folder)
     refresh = session.weight_sync(sync)
     if refresh is not None:
-        session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
+        report = RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
+        with session.guarded(Reason.REFRESH):
+            session.manager.hook.spec_refreshed(refresh=refresh, report=report)
     if version == 0:
         kinds = ((0, True, 1.0), (0, False, 1.1), (3, False, 1.5))
         steps = tuple(StepTiming(SEQS, k, paused, seconds, 100) for k, paused, seconds in kinds)

@@ -10,7 +10,7 @@ import torch
 from spec_plugin import SpecConfig
 from spec_plugin.api import hookspecs
 from spec_plugin.api.events import HiddenStates, TargetInfo, WeightSync
-from spec_plugin.lifecycle.session import method_of
+from spec_plugin.lifecycle.manager import method_of
 from spec_plugin.methods.eagle3 import Eagle3Method
 from spec_plugin.policy.online_training import DraftTraining
 

@@ -20,7 +20,8 @@ from spec_plugin_conformance.targets import tiny_targets
 from draft_training import DraftConfig, digest
 from draft_training.eagle3 import save_draft
 from spec_plugin.trainer.decoder import find_decoder, load_policy
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.trainer.harvest import harvested, responses_at_the_end
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.taps import Taps
 
 pytestmark = pytest.mark.engine

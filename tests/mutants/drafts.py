@@ -100,9 +100,9 @@ MUTATIONS = (
         ("test_session.py",),
     ),
     Mutation(
-        "spec_plugin/lifecycle/session.py",
-        "SpecSession._plugins_metrics",
-        'with self.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper\'s answer", harmless=True):',
+        "spec_plugin/lifecycle/plugin_metrics.py",
+        "PluginMetrics.merged",
+        'with session.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper\'s answer", harmless=True):',
         "if True:",
         "law 6: metrics of a wrapper that cannot be read stop the run",
         ("test_session.py",),

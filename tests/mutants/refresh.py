@@ -23,7 +23,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/trainer/links.py",
         "EngineLink.install",
-        '                    await self.all("spec_settle", False)\n',
+        '                    await self.call_all("spec_settle", False)\n',
         "                    pass\n",
         "law 5: where one replica raises the others go on with a draft that it does not have",
         ("test_ranks.py",),
@@ -141,8 +141,8 @@ MUTATIONS = (
         ("test_refresh_held.py",),
     ),
     Mutation(
-        "spec_plugin/trainer/rollout_control.py",
-        "RolloutControl._install",
+        "spec_plugin/trainer/engine_control.py",
+        "EngineControl.install",
         "            if not report.installed and dropped:",
         "            if False:",
         "law 5: engines draft from what sleep level 2 has left, where a refresh was refused",

@@ -30,7 +30,7 @@ from spec_plugin import LogprobProvenanceError, hookimpl
 from spec_plugin.api import hookspecs
 from spec_plugin.api.events import Drafts, LogprobBatch
 from spec_plugin.lifecycle.recovery import Recovery
-from spec_plugin.trainer import rollout_control as control_module
+from spec_plugin.trainer import engine_control as control_module
 
 #: chance of a fault in each call
 CHANCE = 0.03
@@ -204,7 +204,7 @@ class Chaos(MinimalAdapter):
         self.spec.session._recovery = Impatient(self.dice.rng)
         self.away: int | None = None  # steps since a failure behind which nothing more is planted
         self.spec.session.manager.register(faulty_plugin(self.dice), name="chaos")
-        self.spec.control.link = FaultyLink(self.link, self.dice)  # type: ignore[assignment]
+        self.spec.engines.link = FaultyLink(self.link, self.dice)  # type: ignore[assignment]
         self._check = self.spec.session.check_logprobs
         self.spec.session.check_logprobs = self.checked  # type: ignore[method-assign]
 
@@ -255,7 +255,7 @@ class Chaos(MinimalAdapter):
                 self.away, self.dice.quiet = 0, True
             return
         self.away += 1
-        back = not self.spec.session.failed and self.spec.control.speculating
+        back = not self.spec.session.failed and self.spec.session.speculating
         if back or self.away > BACK_WITHIN:
             self.counts["came_back" if back else "stayed_away"] += 1
             self.away, self.dice.quiet = None, False

@@ -113,7 +113,7 @@ def attach(engine: Any, model: str) -> Kept:
     target = TargetInfo(path=model, hf_config=config, dtype="float32", actor_group=actor_group())
     session, kept = SpecSession(SpecConfig(), target), Kept()
     session.manager.register(kept)
-    engine.attach(session, None).control.policy_version = 0
+    engine.attach(session, None).policy_version = 0
     assert session.method.harvest == AUX
     return kept
 

@@ -153,7 +153,7 @@ def work(rank: int, model: str, folder: str) -> None:
     target = TargetInfo(path=model, hf_config=config, dtype="float32", actor_group=actor_group())
     session, kept = SpecSession(SpecConfig(), target), Kept()
     session.manager.register(kept)
-    engine.attach(session, None).control.policy_version = 0
+    engine.attach(session, None).policy_version = 0
     assert session.method.harvest == AUX
     torch.manual_seed(0)
     ids = [torch.randint(2, 300, (n,)) for n in LENGTHS]

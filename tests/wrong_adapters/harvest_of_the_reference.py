@@ -18,7 +18,7 @@ class Adapter(MinimalAdapter):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
-        self.spec.harvest = DecoderHarvest(self.spec.control, lambda: find_decoder(self.reference))
+        self.spec.harvest = DecoderHarvest(self.spec, lambda: find_decoder(self.reference))
 
     def log_probs(self, rollouts: Rollouts) -> Tensor:
         run_blocking(self.spec.rollouts_end())

@@ -16,7 +16,7 @@ class Adapter(MinimalAdapter):
         async with self.fronts[0].sample(prompt, self.sampling) as request:
             answer = await Trainer.request(self, index, prompt, most, request.extra_args)
             request.completed(answer.tokens, answer.version)
-            request.request.tokens += len(prompt)
+            request.tokens += len(prompt)
         return answer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spec_plugin.adapter import DecoderHarvest, PackedShards, RolloutControl, find_decoder
+from spec_plugin.adapter import DecoderHarvest, PackedShards, SpecRun, find_decoder
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -21,10 +21,10 @@ class FsdpActor(SpecActor):
         """verl's autocast dtype, in which its forward pass runs; bfloat16 where it names none."""
         return str(getattr(self, "_autocast_dtype", torch.bfloat16)).removeprefix("torch.")
 
-    def spec_harvest(self, control: RolloutControl) -> DecoderHarvest:
+    def spec_harvest(self, run: SpecRun) -> DecoderHarvest:
         """Hooks on the layers of the Hugging Face model."""
         shards = PackedShards(self.ulysses_parallel_group) if self.use_ulysses_sp else None
-        return DecoderHarvest(control, lambda: find_decoder(self.module), shards)
+        return DecoderHarvest(run, lambda: find_decoder(self.module), shards)
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """One micro-batch; captured while the pass still has harvest budget."""

@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import unwrap_model
 
-from spec_plugin.adapter import LAST, Documents, HiddenStates, Piece, Reason, RolloutControl, RolloutHarvest, Rows, Taps
+from spec_plugin.adapter import LAST, Documents, Piece, Reason, RolloutHarvest, Rows, SpecRun, Taps, packed
 from spec_plugin_verl import batches
 from spec_plugin_verl.actor import SpecActor
 
@@ -41,12 +41,12 @@ class MegatronActor(SpecActor):
     param_dtype: torch.dtype
 
     def spec_dtype(self) -> str:
-        """Of the parameters, which is the forward pass's."""
+        """Dtype of the parameters, in which the forward pass runs."""
         return str(self.param_dtype).removeprefix("torch.")
 
-    def spec_harvest(self, control: RolloutControl) -> PipelineHarvest:
+    def spec_harvest(self, run: SpecRun) -> PipelineHarvest:
         """Hooks on the layers of this rank's stage."""
-        return PipelineHarvest(control, self)
+        return PipelineHarvest(run, self)
 
     def spec_modules(self) -> Sequence[nn.Module]:
         """The model chunks of this pipeline stage; one, since virtual pipelines are refused."""
@@ -89,19 +89,17 @@ class MegatronActor(SpecActor):
 
 @dataclass
 class _Documents:
-    """Of one pass, what this rank holds for itself and for other stages, in the order of the batch."""
+    """Pieces of one pass that this rank holds for itself and for other stages, in the order of the batch."""
 
-    ids: list[Tensor] = field(default_factory=list)
-    masks: list[Tensor] = field(default_factory=list)
+    parts: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)  # token ids, mask, tokens before it
     stages: list[int] = field(default_factory=list)  # whose document it is
-    offsets: list[int] = field(default_factory=list)  # tokens before it
     states: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer, of this stage: [n, H] in host memory
 
 
 class PipelineHarvest(RolloutHarvest):
     """Harvest of one Megatron rank: it keeps its stage's part of each pass, and ``deliver`` brings the parts together."""
 
-    def __init__(self, control: RolloutControl, engine: Any) -> None:
+    def __init__(self, run: SpecRun, engine: Any) -> None:
         """Bind to a session and an engine; nothing is captured before ``open``."""
         self._engine = engine
         tensor, context = mpu.get_tensor_model_parallel_world_size(), mpu.get_context_parallel_world_size()
@@ -111,7 +109,7 @@ class PipelineHarvest(RolloutHarvest):
         self._stages: int = mpu.get_pipeline_model_parallel_world_size()
         self._documents = _Documents()
         self._seconds = 0.0  # of this pass
-        super().__init__(control, self._columns * self._stages, mpu.get_tensor_and_context_parallel_group())
+        super().__init__(run, self._columns * self._stages, mpu.get_tensor_and_context_parallel_group())
 
     def taps(self, layers: Sequence[int]) -> Taps:
         """On the layers of this stage; its chunk is a ``GPTModel``, or a multimodal one around it."""
@@ -127,16 +125,15 @@ class PipelineHarvest(RolloutHarvest):
         super().open()
 
     def keep(self, taps: Taps, documents: Documents, pieces: Sequence[Piece], rows: Rows | None) -> None:
-        """Of each piece that a rank of this column keeps, what this stage owns (collective within the stage)."""
+        """Keep what this stage owns of each piece that a rank of this column keeps (collective within the stage)."""
         assert rows is not None
         with self._timed():
             mine = [piece for piece in pieces if piece.rank % self._columns == self._column]
             kept = self._documents
-            ids, masks = ([whole[p.index][p.start : p.stop].cpu() for p in mine] for whole in documents)
-            kept.ids += ids
-            kept.masks += [mask.bool() for mask in masks]
-            kept.stages += [piece.rank // self._columns for piece in mine]
-            kept.offsets += [piece.start for piece in mine]
+            for piece in mine:
+                ids, mask = (whole[piece.index][piece.start : piece.stop].cpu() for whole in documents)
+                kept.parts.append((ids, mask.bool(), piece.start))
+                kept.stages.append(piece.rank // self._columns)
             for layer, state in sorted(taps.states().items()):
                 parts = rows(state)
                 kept.states.setdefault(layer, []).extend(parts[p.index][p.start : p.stop].cpu() for p in mine)
@@ -155,9 +152,13 @@ class PipelineHarvest(RolloutHarvest):
         with session.guarded(Reason.HARVEST):
             with self._timed():
                 states = kept.states if self._stages == 1 else self._exchanged(kept)
-            _check_complete((*self._wanted, LAST), states, len(kept.ids))
+            _check_complete((*self._wanted, LAST), states, len(kept.parts))
             if own := [i for i, stage in enumerate(kept.stages) if stage == self._stage]:
-                session.target_forward(self._event(kept, own, states))
+                parts = [kept.parts[i] for i in own]
+                by_layer = [torch.cat([states[layer][i] for i in own]) for layer in (*self._wanted, LAST)]
+                began = time.perf_counter() - self._seconds
+                if (hidden := packed(parts, by_layer, self._run.policy_version, began)) is not None:
+                    session.target_forward(hidden)
 
     def _exchanged(self, kept: _Documents) -> dict[int, list[Tensor]]:
         """States of all layers that a stage has; of documents that are another stage's, nothing (collective)."""
@@ -166,14 +167,14 @@ class PipelineHarvest(RolloutHarvest):
         shown = {
             layer: (len(found), found[0].shape[-1], found[0].dtype) for layer, found in kept.states.items() if found
         }
-        dist.all_gather_object(about, (shown, len(kept.ids)), group=group)
+        dist.all_gather_object(about, (shown, len(kept.parts)), group=group)
         sources = {layer: stage for stage, (theirs, _) in enumerate(about) for layer in theirs}
         counts = {layer: theirs[layer][0] for theirs, _ in about for layer in theirs}
-        if {count for _, count in about} != {len(kept.ids)} or any(n != len(kept.ids) for n in counts.values()):
+        if {count for _, count in about} != {len(kept.parts)} or any(n != len(kept.parts) for n in counts.values()):
             raise RuntimeError(
                 f"pipeline stages captured different documents (by stage: layer -> documents, width, dtype; documents): {about}"
             )
-        lengths = [len(document) for document in kept.ids]
+        lengths = [len(ids) for ids, _, _ in kept.parts]
         out: dict[int, list[Tensor]] = {}
         for layer in sorted(sources):
             stage = sources[layer]
@@ -201,20 +202,6 @@ class PipelineHarvest(RolloutHarvest):
                 for i, part in zip(own, torch.split(rows.cpu(), sizes), strict=True):
                     out[i] = part
         return out
-
-    def _event(self, kept: _Documents, own: Sequence[int], states: Mapping[int, Sequence[Tensor]]) -> HiddenStates:
-        last = torch.cat([states[LAST][i] for i in own])
-        aux = [torch.cat([states[layer][i] for i in own]) for layer in self._wanted or ()]
-        return HiddenStates(
-            input_ids=torch.cat([kept.ids[i] for i in own]),
-            aux=torch.cat([last[:, :0], *aux], dim=-1),
-            last=last,
-            loss_mask=torch.cat([kept.masks[i] for i in own]),
-            lengths=tuple(len(kept.ids[i]) for i in own),
-            policy_version=self._control.policy_version,
-            milliseconds=self._seconds * 1e3,
-            offsets=tuple(kept.offsets[i] for i in own),
-        )
 
 
 def _check_complete(wanted: Sequence[int], found: Mapping[int, Any], documents: int) -> None:

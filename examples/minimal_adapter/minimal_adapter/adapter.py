@@ -6,6 +6,7 @@ side, ``EngineFront`` on the engine's, ``SpecWorkerExtension`` inside vLLM's wor
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class MinimalAdapter(Trainer):
         session = spec.SpecSession(spec.SpecConfig.parse(settings.spec, "--spec."), self.target())
         self.fronts = [EngineFront(session, tokenizer=None) for _ in range(settings.engines)]
         self.link = self.link_type([spec.EngineCalls(front) for front in self.fronts], session.config.refresh_timeout_s)
-        self.spec = spec.SpecRun(session, self.link, lambda: spec.find_decoder(self.policy), overlaps=self.overlaps)
+        harvest = partial(spec.DecoderHarvest, decoder=lambda: spec.find_decoder(self.policy))
+        self.spec = spec.SpecRun(session, self.link, harvest, overlaps=self.overlaps)
 
     def target(self) -> spec.TargetInfo:
         """What spec-plugin is told of the policy, and of the engine that serves it."""
@@ -63,7 +65,6 @@ class MinimalAdapter(Trainer):
     # ---- 4. after target weights have reached the engine: refresh the draft, then allow the next rollout
 
     def sync(self) -> None:
-        """The weight sync, and what hangs on it."""
         super().sync()
         self.announce()
 
@@ -100,7 +101,6 @@ class MinimalAdapter(Trainer):
     # ---- 6. after the policy's update: a slice of draft training
 
     def update(self, rollouts: Rollouts, old: Tensor, advantages: Tensor) -> float:
-        """The loop's own update, then the draft's."""
         loss = super().update(rollouts, old, advantages)
         self.spec.policy_updated(self.step)
         return loss

@@ -13,7 +13,7 @@ class PairLink(LocalLink):
 
     async def stats(self, policy_version: int) -> RolloutStats:
         """What vLLM counts of drafts is one number for a process: that of the engine that started last."""
-        *others, last = await self.all("spec_stats", policy_version)
+        *others, last = await self.call_all("spec_stats", policy_version)
         none = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_per_pos": ()}
         return merge_stats([*(replace(part, **none) for part in others), last])
 

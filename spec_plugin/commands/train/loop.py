@@ -21,7 +21,8 @@ from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout
 from spec_plugin.policy.online_training import documents_of, draft_trainer
 from spec_plugin.trainer.decoder import find_decoder, load_policy
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.trainer.harvest import harvested, responses_at_the_end
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.taps import Taps
 
 #: rollouts of one forward pass, and optimizer steps after it; a run takes about as many a step

@@ -10,7 +10,8 @@ import pytest
 import torch
 from spec_plugin_conformance import named
 
-from spec_plugin.trainer.spec_run import Responses, SpecRun
+from spec_plugin.trainer.log_probs import Responses
+from spec_plugin.trainer.spec_run import SpecRun
 
 
 class Session:

@@ -153,7 +153,9 @@ def drive(
         weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(version))
         refresh = session.weight_sync(WeightSync(version, weights, weights))
         if refresh is not None:
-            session.refreshed(refresh, RefreshReport(True, refresh.draft_version, refresh.digest, 1.0))
+            report = RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
+            with session.guarded(Reason.REFRESH):
+                session.manager.hook.spec_refreshed(refresh=refresh, report=report)
         if version == 0:
             session.engine_ready(SelfTestReport((), 1.0))
         schedule = session.schedule(version)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from builders.session import TARGET
+from builders.spec_run import run_of
 from spec_plugin_conformance import watch
 from spec_plugin_conformance.journal import read_trace
 from spec_plugin_conformance.plants import LOGPROB, PERTURBED, VERSION, PlantedErrors
@@ -21,7 +22,6 @@ from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer.decoder import Decoder
 from spec_plugin.trainer.harvest import DecoderHarvest
-from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 def output(*tokens: int, index: int = 0) -> SimpleNamespace:
@@ -154,7 +154,7 @@ def test_what_a_weight_sync_announced_is_looked_at_again_after_the_update(sessio
 
 
 def test_each_new_budget_of_a_harvest_is_noted_by_the_recorder_of_its_session(session, tmp_path):
-    control = RolloutControl(session, None)
+    control = run_of(session, None)
     harvest = DecoderHarvest(control, lambda: Decoder([torch.nn.Identity()] * 8, torch.nn.Identity()))
     harvest.open()
     harvest.open()

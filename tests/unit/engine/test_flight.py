@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -12,11 +13,10 @@ pytest.importorskip("vllm")
 from builders.batches import span_of
 from vllm.logprobs import FlatLogprobs, Logprob
 
-from spec_plugin.api.spans import FORGOTTEN, Span, fingerprints, weighed
+from spec_plugin.api.spans import FORGOTTEN, KEPT_LOG_PROBS, Span, fingerprints, weighed
 from spec_plugin.engine import flight
 from spec_plugin.engine.control_group import ControlStretch
 from spec_plugin.engine.flight import UNKNOWN, Clock, Request, RequestTracker
-from spec_plugin.engine.sampling import SampledRequest
 
 PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 
@@ -24,8 +24,9 @@ PROMPT, RESPONSE = [5, 6, 7], [10, 11, 12, 13, 14, 15]
 def complete(
     tracker: RequestTracker, request: Request, version: int, drafted: bool = True, control=None, log_probs=None
 ) -> list[Span]:
-    request.tokens = len(RESPONSE)
-    tracker.completed(request, PROMPT, RESPONSE, version, drafted, control, log_probs)
+    request.control = control
+    request.completed(RESPONSE, log_probs=log_probs)
+    tracker.completed(request, PROMPT, version, drafted)
     return tracker.take_spans()
 
 
@@ -160,19 +161,29 @@ def test_a_response_that_many_syncs_have_cut_is_gone_through_once(monkeypatch: p
             tracker.pause({request.number: 10 * (version + 1)}, version, drafted=True)
             tracker.begin(version + 1)
             tracker.resume()
-        mark = tracker.completed(request, PROMPT, response, 63, True, None, [-0.5] * 640)
+        request.completed(response, log_probs=[-0.5] * 640)
+        tracker.completed(request, PROMPT, 63, True)
     spans = tracker.take_spans()
     assert [s.version for s in spans] == list(range(64)) and seen == [643]
     assert spans[7] == span_of([*PROMPT, *response[:70]], response[70:80], 7, log_probs=[-0.5] * 10)
-    assert mark == spans[-1].mark
+
+
+def test_log_probs_that_the_trainer_did_not_ask_for_are_kept_of_the_last_spans_alone() -> None:
+    tracker = RequestTracker()
+    for number in range(KEPT_LOG_PROBS + 2):
+        with tracker.request(4) as request:
+            request.completed([number, number], log_probs=[-0.5, -number], asked=False)
+        tracker.completed(request, PROMPT, 4, True)
+    kept = [span.log_probs for span in tracker.take_spans()]
+    assert kept[:2] == [None, None] and None not in kept[2:]
+    assert kept[-1] == np.array([-0.5, -(KEPT_LOG_PROBS + 1.0)]).tobytes()
 
 
 def test_log_probs_in_flat_lists_are_those_of_the_sampled_tokens() -> None:
     flat = FlatLogprobs()
     for token, said in ((7, -0.25), (9, -0.5)):
         flat.append({token: Logprob(said), 3: Logprob(-0.125)})  # the sampled one comes first
-    with RequestTracker().request(0) as request:
-        one = SampledRequest(request, None, {})
+    with RequestTracker().request(0) as one:
         one.answered(SimpleNamespace(token_ids=[7, 9], logprobs=flat), asked=False)
         assert one.log_probs == [-0.25, -0.5] and one.response == [7, 9] and not one.asked
         one.answered(SimpleNamespace(token_ids=[7, 9], logprobs=list(flat)))
@@ -187,6 +198,7 @@ def test_an_engine_that_has_sampled_more_than_it_keeps_says_so(monkeypatch):
     tracker._spans = type(tracker._spans)(maxlen=2)
     for _ in range(3):
         with tracker.request(4) as request:
-            tracker.completed(request, PROMPT, RESPONSE, 4, True, None)
+            request.completed(RESPONSE)
+            tracker.completed(request, PROMPT, 4, True)
     assert tracker.take_spans()[-1] == FORGOTTEN
     assert tracker.take_spans() == []

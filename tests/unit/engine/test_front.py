@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm")
-from builders.batches import witness_of
 from spec_plugin_conformance.tiny import tiny_config
 from vllm import SamplingParams
 
@@ -19,8 +19,8 @@ from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import LosslessError
 from spec_plugin.api.events import DraftRefresh, Schedule, TargetInfo
 from spec_plugin.api.spans import FORGOTTEN
+from spec_plugin.engine.flight import Request
 from spec_plugin.engine.front import EngineFront
-from spec_plugin.engine.sampling import SampledRequest
 from spec_plugin.engine.vllm.schedule.plain import PLAIN
 from spec_plugin.engine.vllm.schedule.utilities import NUMBER
 from spec_plugin.lifecycle.manager import create_manager
@@ -98,10 +98,10 @@ class Core:
 DRAFT, NOTHING = Schedule((3,) * 9), Schedule((0,) * 9)
 
 
-def sampled(front: EngineFront, response: list[Any], version: int | None = None, **sampling: Any) -> SampledRequest:
+def sampled(front: EngineFront, response: list[Any], version: int | None = None, **sampling: Any) -> Request:
     """One request, as an adapter has it sampled."""
 
-    async def one() -> SampledRequest:
+    async def one() -> Request:
         async with front.sample([1], sampling) as request:
             request.completed(response, version)
         return request
@@ -115,16 +115,16 @@ SETTING = ("reset_prefix_cache", "spec_set_schedule", "spec_pause")
 def test_nobody_is_in_the_control_group_while_nothing_is_drafted(front):
     front.engine = Core()
     asyncio.run(front.set_schedule(replace(NOTHING, control_share=1.0)))
-    assert front.control() is None
+    assert front.draw_control_stretch() is None
     asyncio.run(front.set_schedule(replace(DRAFT, control_share=1.0)))
-    assert front.control() is not None
+    assert front.draw_control_stretch() is not None
 
 
 def test_law_3_the_actor_says_how_many_are_in_the_control_group_and_else_the_options_do(front):
     front.engine = Core()
     for said, share in ((0.5, 0.5), (None, 0.02)):
         asyncio.run(front.set_schedule(replace(DRAFT, control_share=said)))
-        members = sum(front.control() is not None for _ in range(1000))
+        members = sum(front.draw_control_stretch() is not None for _ in range(1000))
         assert members == pytest.approx(1000 * share, abs=1)
 
 
@@ -162,7 +162,7 @@ def test_law_6_bookkeeping_that_fails_costs_a_request_nothing_and_is_said_once(f
 def test_law_6_a_paused_engine_that_does_not_say_how_far_it_is_stops_nothing(front, caplog):
     front.engine = Core("spec_in_flight")
 
-    async def cut() -> SampledRequest:
+    async def cut() -> Request:
         async with front.sample([1], {}) as request:
             front.pausing()
             await front.paused()
@@ -171,7 +171,7 @@ def test_law_6_a_paused_engine_that_does_not_say_how_far_it_is_stops_nothing(fro
         return request
 
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(cut()).request.lost is False
+        assert asyncio.run(cut()).lost is False
     assert front.take_spans() == []
     assert len(caplog.records) == 1
 
@@ -288,7 +288,7 @@ def test_law_2_a_request_with_options_outside_of_the_allow_list_runs_without_dra
     asyncio.run(front_of_a_phase(front, 0.0))
     request = sampled_with(front, params(**sampling))
     given = dict(sampling.get("extra_args", {}))
-    number = {NUMBER: request.request.number}
+    number = {NUMBER: request.number}
     assert request.extra_args == {**given, **number, **({} if drafted else PLAIN)}
 
 
@@ -297,8 +297,8 @@ async def front_of_a_phase(front: EngineFront, share: float) -> None:
     await front.set_schedule(replace(DRAFT, control_share=share))
 
 
-def sampled_with(front: EngineFront, options: Any) -> SampledRequest:
-    async def one() -> SampledRequest:
+def sampled_with(front: EngineFront, options: Any) -> Request:
+    async def one() -> Request:
         async with front.sample([1], options) as request:
             request.completed(list(range(200)), 4)
         return request
@@ -330,16 +330,17 @@ def test_law_3_what_the_control_group_samples_without_drafts_is_kept_with_the_ve
     (span,) = front.take_spans()
     assert (span.version, span.first, span.until) == (4, 1, 201)
     assert (span.plain_first, span.plain_until) == request.control.span(1, 200) != (0, 0)
-    assert not front.witnesses
+    assert span.log_probs is None
 
 
-def test_log_probs_that_the_trainer_has_not_asked_for_are_kept_aside(front):
+def test_log_probs_that_the_trainer_has_not_asked_for_are_in_the_span(front):
     async def one() -> None:
         async with front.sample([1], {}) as request:
             request.completed([2, 3], 4, [-0.5, -0.25], asked=False)
 
     asyncio.run(one())
-    assert list(front.witnesses) == [witness_of((1, 2, 3), (-0.5, -0.25))]
+    (span,) = front.take_spans()
+    assert (span.first, span.until, list(np.frombuffer(span.log_probs))) == (1, 3, [-0.5, -0.25])
 
 
 def test_a_request_waits_while_the_engine_is_paused_for_new_weights(front):

@@ -252,7 +252,7 @@ def test_law_3_a_request_that_goes_on_under_new_weights_is_of_both_versions_and_
     async def phases() -> tuple[int, int]:
         front.start_phase(4)
         async with front.sample([1, 2], {}) as request:
-            front.engine.answers["spec_in_flight"] = [[request.request.number, 3]]
+            front.engine.answers["spec_in_flight"] = [[request.number, 3]]
             await front.paused()
             before = (await front.stats(4)).tokens
             front.start_phase(5)
@@ -266,7 +266,7 @@ def test_law_3_a_request_that_goes_on_under_new_weights_is_of_both_versions_and_
 
 def test_a_request_that_is_not_listed_is_in_no_control_group(front):
     """It is drafted in none of its tokens: a stretch of it beside the others' would be compared with what it is not."""
-    front._rollouts_began, front.control = True, lambda: pytest.fail("it was asked for a stretch")
+    front._rollouts_began, front.draw_control_stretch = True, lambda: pytest.fail("it was asked for a stretch")
 
     async def ask() -> None:
         async with front.sample([1, 2], {"temperature": 1.0, "no_such_option": 3}):

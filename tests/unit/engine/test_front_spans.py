@@ -51,7 +51,7 @@ def test_text_of_a_phase_without_drafts_is_plain(k, plain):
 
 def test_of_a_drafted_request_only_the_control_groups_stretch_is_plain():
     engine = front(3)
-    engine.control = lambda: ControlStretch(first=20, k=3)  # type: ignore[method-assign]
+    engine.draw_control_stretch = lambda: ControlStretch(first=20, k=3)  # type: ignore[method-assign]
     sampled(engine, PROMPT, RESPONSE, 4)
     assert kept(engine)[1] == [20 <= i < 84 for i in range(100)]
 

@@ -177,11 +177,11 @@ def test_a_batch_of_the_trainers_is_on_the_clock_with_log_probs_and_keeps_its_op
     assert undrafted and len(undrafted) < 6  # the control group
     spans = front.take_spans()
     assert len(spans) >= 6 and {span.version for span in spans} == {7}
-    assert len(front.witnesses) == 6  # the trainer asked for no log-probs
+    assert sum(span.log_probs is not None for span in spans) >= 6, "the trainer asked for no log-probs"
     stats = front._tracker
     assert stats.tokens == 30 and stats.requests == 6 and not front.busy
     llm.generate(prompts, sampling_params=params(5, logprobs=0))
-    assert len(front.witnesses) == 6
+    assert all(span.log_probs is None for span in front.take_spans())
 
 
 def test_a_batch_without_options_gets_vllms_own_and_one_with_several_answers_is_not_taken_for_one() -> None:
@@ -201,10 +201,11 @@ def test_an_engine_that_sleeps_is_woken_for_our_work_and_found_asleep_and_level_
     llm.sleep(level=2)
     assert llm.said == ["sleep 1"]
 
-    async def nothing(*args: Any) -> Any:
+    async def nothing(*args: Any, **kwargs: Any) -> Any:
         llm.said.append("work")
 
-    front.self_test = front.install_tensors = front.settle = front.state = nothing  # type: ignore[method-assign,assignment]
+    front.self_test = front.install_tensors = front.state = nothing  # type: ignore[method-assign,assignment]
+    front.engine.collective_rpc = nothing  # type: ignore[method-assign]
     asyncio.run(calls.spec_self_test(1.0))
     assert llm.said == ["sleep 1", "wake ['weights', 'kv_cache']", "work", "sleep 1"]
     for call in (calls.spec_settle(False), calls.spec_state("synced")):

@@ -8,8 +8,7 @@ from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import Schedule, TargetInfo
 from spec_plugin.engine.recurrent_states import check_states, for_states, turned_off
-from spec_plugin.lifecycle.manager import create_manager
-from spec_plugin.lifecycle.session import method_of
+from spec_plugin.lifecycle.manager import create_manager, method_of
 from spec_plugin.plan.engine_class import keeps_states
 
 HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}

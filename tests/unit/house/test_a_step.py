@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders.law6_faults import LINK_CALLS
 from builders.paths import ROOT
-from builders.rollout_control import Engines
+from builders.spec_run import Engines
 from builders.training import TARGET, sync
 from torch import Tensor, nn
 
@@ -26,10 +26,11 @@ from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.policy.break_even.controller import BreakEvenController
 from spec_plugin.trainer.decoder import Decoder
+from spec_plugin.trainer.engine_control import EngineControl
 from spec_plugin.trainer.harvest import DecoderHarvest
 from spec_plugin.trainer.links import ActorsLink, EngineLink, LocalLink
-from spec_plugin.trainer.rollout_control import RolloutControl
-from spec_plugin.trainer.spec_run import Responses, SpecRun
+from spec_plugin.trainer.log_probs import Responses
+from spec_plugin.trainer.spec_run import SpecRun
 
 PAGE = (ROOT / "docs" / "a-step.md").read_text()
 PICTURE = re.findall(r"```mermaid\n(.*?)```", PAGE, re.S)[0]
@@ -89,7 +90,7 @@ def test_every_name_in_code_font_exists():
             ActorsLink,
             LocalLink,
             SpecRun,
-            RolloutControl,
+            EngineControl,
             DecoderHarvest,
             SpecSession,
             RolloutStats,
@@ -144,7 +145,8 @@ def test_a_step_makes_these_calls_in_this_order():
     manager.register(tracing(trace))
     session = SpecSession(SpecConfig(self_test=False, serve="always"), TARGET, manager)
     model = Model()
-    run = SpecRun(session, Traced(trace), lambda: Decoder(model.layers, model.norm, model.embed, "model"))
+    decoder = Decoder(model.layers, model.norm, model.embed, "model")
+    run = SpecRun(session, Traced(trace), lambda run: DecoderHarvest(run, lambda: decoder))
     weight = sync(0).embed
     asyncio.run(run.weights_synced(0, weight, weight))
     trace.clear()  # the first step begins with more

@@ -16,8 +16,7 @@ from draft_training.rope import derived_length
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.method import Method
-from spec_plugin.lifecycle.manager import built_in_method, create_manager
-from spec_plugin.lifecycle.session import method_of
+from spec_plugin.lifecycle.manager import built_in_method, create_manager, method_of
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 #: ways in which a target of 64 positions serves texts of 128

@@ -13,8 +13,7 @@ from spec_plugin_conformance.tiny import tiny_config
 from draft_training.files import CODE, without_code
 from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import TargetInfo
-from spec_plugin.lifecycle.manager import built_in_method, create_manager
-from spec_plugin.lifecycle.session import method_of
+from spec_plugin.lifecycle.manager import built_in_method, create_manager, method_of
 
 EVIL = """
 from pathlib import Path

@@ -17,8 +17,7 @@ from spec_plugin import SpecConfig, SpecConfigError
 from spec_plugin.api.events import RolloutStats, SelfTestReport, StepTiming, TargetInfo
 from spec_plugin.api.method import Method
 from spec_plugin.engine.lossless import check_speculative_config
-from spec_plugin.lifecycle.manager import create_manager
-from spec_plugin.lifecycle.session import method_of
+from spec_plugin.lifecycle.manager import create_manager, method_of
 from spec_plugin.plan import model_runner
 from spec_plugin.policy.break_even.controller import BreakEvenController
 

@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 
 import torch
-from builders.batches import span_of, whole_batch, witness_of
+from builders.batches import kept_of, span_of, whole_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_plugin.api.events import LogprobBatch
 from spec_plugin.api.spans import Span, Spans, fingerprints
-from spec_plugin.api.witness import witnessed
 from spec_plugin.policy.provenance import by_lag
+from spec_plugin.trainer.log_probs import Responses, with_kept_log_probs
 
 SEEDS = st.integers(0, 2**32)
 
@@ -46,12 +46,12 @@ def test_spans_are_those_that_a_loop_over_every_token_finds(seed: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(SEEDS)
-def test_witnesses_are_those_that_a_comparison_of_all_beginnings_finds(seed: int) -> None:
+def test_kept_log_probs_are_those_that_a_comparison_of_all_beginnings_finds(seed: int) -> None:
     rng = random.Random(seed)
     texts = documents(rng)
     ends = [(text, rng.randrange(1, len(text) + 1)) for text in texts + documents(rng)]
     stated = [(tuple(t[:n]), tuple(-rng.random() for _ in range(rng.randrange(1, n + 1)))) for t, n in ends]
-    known = [witness_of(*one) for one in stated]
+    known = [kept_of(*one) for one in stated]
     starts = [rng.randrange(len(text)) for text in texts]
     width = max(len(t) - s for t, s in zip(texts, starts, strict=True))
     mask = torch.arange(width) < torch.tensor([len(t) - s for t, s in zip(texts, starts, strict=True)])[:, None]
@@ -63,7 +63,8 @@ def test_witnesses_are_those_that_a_comparison_of_all_beginnings_finds(seed: int
             for back, value in enumerate(reversed(said.get(tuple(text[:end]), ()))):
                 if end - 1 - back >= start:
                     expected[row, end - 1 - back - start], seen[row, end - 1 - back - start] = value, True
-    found = witnessed(batch, [torch.tensor(t) for t in texts], starts, known)
+    responses = Responses([torch.tensor(t) for t in texts], starts, mask, None)
+    found = with_kept_log_probs(batch, responses, known)
     seen &= mask
     rows = seen.any(-1)
     assert (found is None) == (not bool(rows.any()))

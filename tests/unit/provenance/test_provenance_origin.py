@@ -18,7 +18,8 @@ from spec_plugin import LogprobProvenanceError, SpecConfig
 from spec_plugin.api.spans import FORGOTTEN, Span, Spans
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.spec_run import Responses, SpecRun
+from spec_plugin.trainer.log_probs import Responses
+from spec_plugin.trainer.spec_run import SpecRun
 
 PROMPT = [5, 6, 7]
 #: four responses of one prompt, and what the engine stated of each: the last is nearly sure

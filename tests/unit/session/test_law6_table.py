@@ -34,7 +34,7 @@ from builders.law6_faults import (
 )
 
 from spec_plugin import LogprobProvenanceError, LosslessError, SpecConfigError, hookimpl
-from spec_plugin.trainer import rollout_control as control_module
+from spec_plugin.trainer import engine_control as control_module
 
 #: call -> what must happen after an answer of a wrong type, None, and one with NaN in it
 TABLE: dict[str, tuple[str, str, str]] = {
@@ -69,7 +69,6 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "link.share_rollouts": (OFF, OFF, OFF),
     "link.remember": (ON, ON, ON),
     "link.spans": (OFF, OFF, OFF),
-    "link.witnesses": (OFF, OFF, OFF),
     "link.state": (OFF, OFF, ON),
 }
 #: bookkeeping on which no draft depends: a failure is a warning
@@ -130,7 +129,7 @@ def test_law_6_each_failure_of_each_call_does_what_the_table_says(fault, must, o
     assert len(logged) == 3 and all(math.isfinite(v) for values in logged for v in values.values())
     assert control.session.failed == (must == OFF), control.session.failure
     assert len(said("speculation is off")) == (must == OFF), said("speculation is off")
-    assert logged[-1]["spec/failed"] == (must == OFF) and logged[-1]["spec/on"] == control.speculating
+    assert logged[-1]["spec/failed"] == (must == OFF) and logged[-1]["spec/on"] == control.session.speculating
     confirmed = fault.call != "link.set_schedule"
     assert must == ON or not confirmed or not any(link.table), "the engines were told to draft nothing"
     assert fault.kind != "NaN" or fault.call != "spec_metrics" or len(said("plugin broken, metric spec/mine")) == 1
@@ -207,7 +206,7 @@ def test_law_6_four_hundred_steps_of_random_faults_stop_nothing_and_leave_nothin
     drafted = failed = 0
     for number, logged in enumerate(steps(control, tmp_path, 400)):
         assert all(math.isfinite(value) for value in logged.values())
-        drafted, failed = drafted + control.speculating, failed + control.session.failed
+        drafted, failed = drafted + control.session.speculating, failed + control.session.failed
         if number % 100 == 99:
             files.append(len(os.listdir("/proc/self/fd")))
         if control.session.failed and dice.random() < 0.5:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from builders.law6_faults import TIME_OUT, Drafter, FakeLink, Fault, make, steps
+from builders.spec_run import run_of, spans_of, synced
 from builders.training import TARGET, sync
 
 from spec_plugin import SpecConfig, hookimpl
@@ -21,7 +22,6 @@ from spec_plugin.api.events import DraftRefresh, EngineSchedule, RefreshReport, 
 from spec_plugin.api.spans import Span
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 @pytest.fixture
@@ -37,9 +37,10 @@ def test_the_cancellation_of_the_run_itself_is_no_draft_trouble(tmp_path, said):
     """Ctrl-C cancels what an event loop is at; a run that took it for a broken draft would go on."""
     link = FakeLink(Fault("link.start_phase", TIME_OUT))
     control = make(link.fault, link, refresh_timeout_s=60.0)
+    synced(control, sync(0))
 
     async def ended() -> None:
-        beginning = asyncio.create_task(control.begin())
+        beginning = asyncio.create_task(control.rollouts_begin())
         while "start_phase" not in link.calls:
             await asyncio.sleep(0.001)
         beginning.cancel()
@@ -58,7 +59,8 @@ def test_law_6_an_answer_that_somebody_else_has_cancelled_is_one_that_does_not_c
             await answer
 
     control = make(Fault(), Closing(Fault()))
-    asyncio.run(control.begin())
+    synced(control, sync(0))
+    asyncio.run(control.rollouts_begin())
     assert control.session.failed and len(said("speculation is off")) == 1
 
 
@@ -73,7 +75,7 @@ def test_law_3_engines_that_do_not_confirm_a_table_are_asked_for_none_and_then_k
     link = FakeLink(Fault("link.set_schedule", kind, times=1), takes_it_first)
     control = make(link.fault, link)
     (logged,) = steps(control, tmp_path, 1)
-    assert control.session.failed and not any(link.table) and not control.speculating
+    assert control.session.failed and not any(link.table) and not control.session.speculating
     assert logged["spec/on"] == 0.0 and logged[f"spec/k_b{TARGET.max_num_seqs}"] == 0.0
     assert not said("have not confirmed")
 
@@ -85,10 +87,10 @@ def test_law_3_what_engines_sample_that_confirm_nothing_counts_as_drafted_and_th
     link = FakeLink(Fault("link.set_schedule", "exception", times=4), takes_it_first)
     control = make(link.fault, link)
     walk = steps(control, tmp_path, 5)
-    assert [next(walk)["spec/on"] for _ in range(2)] == [1.0, 1.0] and control.speculating
+    assert [next(walk)["spec/on"] for _ in range(2)] == [1.0, 1.0] and control.session.speculating
     assert len(said("have not confirmed")) == 1
     assert [values["spec/on"] for values in walk] == [1.0, 0.0, 0.0], "asked again before each rollout"
-    assert not control.speculating and len(said("have not confirmed")) == 1
+    assert not control.session.speculating and len(said("have not confirmed")) == 1
 
 
 def test_law_3_engines_that_were_plain_and_took_a_table_without_saying_so_count_as_drafting(tmp_path):
@@ -116,7 +118,7 @@ def test_trouble_after_k_was_set_takes_the_drafts_back_before_the_rollout(call, 
     link = FakeLink(Fault(call, "exception"))
     control = make(link.fault, link)
     next(steps(control, tmp_path, 1))
-    assert not any(link.table) and not control.speculating
+    assert not any(link.table) and not control.session.speculating
 
 
 # ---- files
@@ -214,7 +216,7 @@ def test_law_6_no_memory_for_a_copy_of_the_policy_costs_speculation_only(said):
     control = make(Fault())
     assert control.session.copy_of(Huge()) is None  # type: ignore[arg-type]
     assert control.session.failed and "2 GiB" in said("speculation is off")[0]
-    asyncio.run(control.synced(sync()))
+    synced(control, sync())
     assert "install" not in control.link.calls  # type: ignore[union-attr]
 
 
@@ -255,12 +257,12 @@ def test_law_7_that_nobody_chooses_k_is_said_once_and_its_rollouts_count_as_draf
     manager = create_manager(block=block, load_entry_points=False)
     manager.register(Drafter())
     config = SpecConfig(serve="always", refresh_timeout_s=0.1, self_test_seconds=1.0)
-    control = RolloutControl(SpecSession(config, TARGET, manager), FakeLink(Fault()))
+    control = run_of(SpecSession(config, TARGET, manager), FakeLink(Fault()))
     logged = list(steps(control, tmp_path))
     nobody = "controller" in block
     warnings = said("no plugin chooses how much to draft")
     assert len(warnings) == nobody and all("spec.k=8" in w for w in warnings)
-    assert control.speculating and logged[-1]["spec/on"] == 1.0
+    assert control.session.speculating and logged[-1]["spec/on"] == 1.0
 
 
 UNGUARDED = {
@@ -275,7 +277,7 @@ def test_law_3_is_never_switched_off_in_silence(options, why, said):
     for start in (1, 2):
         config = SpecConfig(**options)
         manager = create_manager(block=config.block, load_entry_points=False)
-        control = RolloutControl(SpecSession(config, TARGET, manager), FakeLink(Fault()))
+        control = run_of(SpecSession(config, TARGET, manager), FakeLink(Fault()))
         warnings = said("log-probs enter the loss without a check that they are the policy's")
         assert len(warnings) == start and why in warnings[-1]
         assert control.session.metrics()["spec/provenance"] == 0.0
@@ -295,5 +297,5 @@ def test_a_span_that_is_none_stops_nothing():
     control = make(Fault())
     control.link.spans = lambda: asyncio.sleep(0, [Span(None, None, None, None, 0, 0)])  # type: ignore
     control.policy_version = 3
-    control.spans()
+    spans_of(control)
     assert control.session.failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -10,13 +9,13 @@ import pytest
 import torch
 from builders.ranks import on_two_ranks
 from builders.recovery import Run
+from builders.spec_run import run_of, synced, trained
 from builders.training import TARGET, hidden, sync
 
 from spec_plugin import LosslessError, SpecConfig, hookimpl
 from spec_plugin.api.events import Check, SelfTestReport
 from spec_plugin.lifecycle.recovery import FIRST, Recovery
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 def test_trouble_that_is_over_heals_with_a_plain_phase_a_refresh_and_a_self_test(caplog):
@@ -121,10 +120,10 @@ def test_all_ranks_begin_anew_together_with_the_draft_of_the_first(tmp_path, whe
         target = replace(TARGET, actor_group=torch.distributed.group.WORLD)
         session = SpecSession(SpecConfig(train_max_steps=2), target)
         session.manager.register(BreaksOn(where, at=2))
-        control = RolloutControl(session, None)
+        control = run_of(session, None)
         failed, versions, parted = [], [], False
         for version in range(FIRST + 6):
-            asyncio.run(control.synced(sync(version)))
+            synced(control, sync(version))
             control.agree()
             (trainer,) = [p for p in session.manager.get_plugins() if type(p).__name__ == "DraftTraining"]
             if session.failed and not parted and rank == 1:
@@ -134,7 +133,7 @@ def test_all_ranks_begin_anew_together_with_the_draft_of_the_first(tmp_path, whe
                 trainer._trainer.draft_version += 1
             session.target_forward(hidden(torch.arange(20) + 20 * rank, version))
             control._slices.leave_out(-60.0)
-            control.train_draft(version)
+            trained(control, version)
             failed.append(session.failed)
             versions.append(trainer._trainer.draft_version)
         refresh = session.weight_sync(sync(99))
@@ -143,5 +142,5 @@ def test_all_ranks_begin_anew_together_with_the_draft_of_the_first(tmp_path, whe
 
     first, second = on_two_ranks(tmp_path, work)
     assert first == second, "alike on both ranks, the draft among it"
-    failed, _, trained, _ = first
-    assert failed == [False, False] + [True] * FIRST + [False] * 4 and trained
+    failed, _, has_trained, _ = first
+    assert failed == [False, False] + [True] * FIRST + [False] * 4 and has_trained

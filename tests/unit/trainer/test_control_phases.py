@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.spec_run import run_of, synced, trained
 from builders.training import TARGET, sync
 
 from spec_plugin import LosslessError, SpecConfig
@@ -25,9 +26,9 @@ from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle import ledger as ledger_module
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer import rollout_control as control_module
+from spec_plugin.trainer import engine_control as control_module
 from spec_plugin.trainer import slice_clock
-from spec_plugin.trainer.rollout_control import RolloutControl
+from spec_plugin.trainer.spec_run import SpecRun
 
 NOTHING, SMALL_BATCHES = (0,) * (TARGET.max_num_seqs + 1), (0, 3, *(0,) * (TARGET.max_num_seqs - 1))
 PASSED = SelfTestReport((Check("greedy", True, ""),), 1.0)
@@ -87,15 +88,15 @@ class Chooses:
         self.seconds.append(seconds)
 
 
-def made(engines: Engines, **options: Any) -> tuple[RolloutControl, Chooses]:
+def made(engines: Engines, **options: Any) -> tuple[SpecRun, Chooses]:
     manager, plugin = create_manager(["trainer"], load_entry_points=False), Chooses()
     manager.register(plugin)
-    return RolloutControl(SpecSession(SpecConfig(**options), TARGET, manager), engines), plugin
+    return run_of(SpecSession(SpecConfig(**options), TARGET, manager), engines), plugin
 
 
-def phase(control: RolloutControl, version: int) -> None:
-    asyncio.run(control.synced(sync(version)))
-    asyncio.run(control.begin())
+def phase(control: SpecRun, version: int) -> None:
+    synced(control, sync(version))
+    asyncio.run(control.rollouts_begin())
 
 
 def test_law_2_the_engine_is_tested_before_the_first_rollout_and_once():
@@ -133,7 +134,7 @@ def test_a_self_test_that_proves_nothing_or_may_fail_costs_speculation_only(repo
     control, plugin = made(engines, **options)
     plugin.table = SMALL_BATCHES
     phase(control, 0)
-    assert "self-test" in (control.session.failure or "") and not control.speculating
+    assert "self-test" in (control.session.failure or "") and not control.session.speculating
     assert "phase" in engines.calls
 
 
@@ -165,7 +166,7 @@ def test_law_6_a_refresh_without_an_answer_turns_speculation_off_and_says_so(cap
     control, plugin = made(Silent())
     plugin.table = SMALL_BATCHES
     phase(control, 0)
-    assert control.session.failure == "refresh: no answer" and not control.speculating
+    assert control.session.failure == "refresh: no answer" and not control.session.speculating
     assert sum("no answer" in r.getMessage() for r in caplog.records) == 1
 
 
@@ -174,7 +175,7 @@ def test_a_phase_that_drafts_at_any_batch_size_is_one_with_drafts(table, drafts)
     control, plugin = made(Engines())
     plugin.table = table
     phase(control, 0)
-    assert control.speculating == drafts
+    assert control.session.speculating == drafts
 
 
 def test_law_3_the_engines_are_told_the_version_of_the_weights_that_they_got():
@@ -190,7 +191,7 @@ def test_a_phase_is_collected_once_however_often_the_trainer_looks_at_it():
     control, _ = made(engines)
     phase(control, 0)
     for _ in range(3):
-        asyncio.run(control.finish())
+        asyncio.run(control.rollouts_end())
     assert engines.calls.count("stats") == 1
 
 
@@ -200,7 +201,7 @@ def test_law_3_once_something_was_cut_short_sequences_may_lag_for_good():
     for version, interrupted in enumerate((True, False)):
         phase(control, version)
         engines.interrupted = interrupted
-        asyncio.run(control.finish())
+        asyncio.run(control.rollouts_end())
     assert control.lags
 
 
@@ -211,7 +212,7 @@ def test_draft_training_gets_its_share_of_a_step_that_it_is_part_of(monkeypatch)
     monkeypatch.setattr(slice_clock, "time", clock)
     control, plugin = made(Engines(), train_share=0.2, head_start=0.0)
     now[0] += 8.0
-    control.train_draft(0)
+    trained(control, 0)
     assert plugin.seconds == [pytest.approx(2.0)], "two of ten seconds"
 
 
@@ -245,7 +246,7 @@ def test_law_5_engines_that_dropped_their_draft_do_not_go_on_without_a_new_one(l
 
 
 def test_a_method_without_a_draft_has_none_to_lose_in_a_deep_sleep():
-    control = RolloutControl(
+    control = run_of(
         SpecSession(SpecConfig(method="ngram", sleep_level=2), TARGET, create_manager(load_entry_points=False)),
         Engines(),
     )
@@ -255,10 +256,10 @@ def test_a_method_without_a_draft_has_none_to_lose_in_a_deep_sleep():
     assert not control.session.failed
 
 
-def stepped(control: RolloutControl, version: int) -> dict[str, float]:
+def stepped(control: SpecRun, version: int) -> dict[str, float]:
     """One step of an asynchronous trainer."""
     phase(control, version)
-    control.train_draft(version)
+    trained(control, version)
     return control.session.metrics()
 
 
@@ -268,27 +269,27 @@ def test_where_the_trainer_does_not_wait_for_rollouts_nothing_is_drafted_trained
     control, plugin = made(engines, serve=serve)
     plugin.table, plugin.draft_version = SMALL_BATCHES, 1
     stepped(control, 0)
-    assert len(engines.installs) == len(plugin.seconds) == 1 and control.speculating
-    control.ledger.hidden = True
+    assert len(engines.installs) == len(plugin.seconds) == 1 and control.session.speculating
+    control.session.ledger.hidden = True
     with caplog.at_level("INFO"):
         metrics = stepped(control, 1)
-    assert control.speculating is goes_on and (metrics["spec/on"] == 1.0) is goes_on
+    assert control.session.speculating is goes_on and (metrics["spec/on"] == 1.0) is goes_on
     assert len(engines.installs) == len(plugin.seconds) == 1 + goes_on
     assert (metrics["spec/reason"] == Reason.NOT_WAITED_FOR) is not goes_on
     assert ("does not wait for rollouts" in caplog.text) is not goes_on
     stepped(control, 2)
     assert caplog.text.count("does not wait for rollouts") <= 1, "said once"
-    control.ledger.hidden = False
+    control.session.ledger.hidden = False
     with caplog.at_level("INFO"):
         stepped(control, 3)
-    assert control.speculating and len(engines.installs) == len(plugin.seconds) == (4 if goes_on else 2)
+    assert control.session.speculating and len(engines.installs) == len(plugin.seconds) == (4 if goes_on else 2)
     assert ("waits for rollouts again" in caplog.text) is not goes_on
 
 
 def test_engines_that_dropped_their_draft_get_one_also_where_nobody_waits_for_rollouts():
     engines = Engines()
     control, _ = made(engines, sleep_level=2)
-    control.ledger.hidden = True
+    control.session.ledger.hidden = True
     phase(control, 0)
     phase(control, 1)
     assert len(engines.installs) == 2 and not control.session.failed
@@ -300,11 +301,11 @@ def test_law_2_a_draft_that_comes_back_when_rollouts_are_waited_for_again_is_tes
     plugin.table, plugin.draft_version = SMALL_BATCHES, 1
     phase(control, 0)
     control.session.recovering = True  # the plain phase of a fresh start is over
-    control.ledger.hidden = True
+    control.session.ledger.hidden = True
     phase(control, 1)
     assert engines.calls[-2:] == ["schedule", "phase"] and len(engines.installs) == 1, "nothing is sent, or tested"
     tests = engines.calls.count("self-test")
-    control.ledger.hidden = False
+    control.session.ledger.hidden = False
     phase(control, 2)
     assert engines.calls.count("self-test") == tests + 1 and engines.installs[-1] == (1, True)
     phase(control, 3)
@@ -338,9 +339,9 @@ def test_what_draft_work_takes_is_what_the_step_has_cost(monkeypatch):
     for version in range(2):
         phase(control, version)
         clock.now += 10.0  # rollouts
-        asyncio.run(control.finish())
+        asyncio.run(control.rollouts_end())
         clock.now += 5.0  # the trainer's own work
-        control.train_draft(version)
+        trained(control, version)
         metrics = control.session.metrics()
         costs.append(metrics["spec/cost_s"])
         saved.append(metrics["spec/saved_s"])

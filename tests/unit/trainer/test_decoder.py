@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from spec_plugin.plan.engine_class import engine_class
 from spec_plugin.trainer.decoder import find_decoder, load_policy, shared_with_draft, text_sizes, unwrapped
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.trainer.harvest import harvested, responses_at_the_end
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.taps import Taps
 
 ROOMS = tiny_targets()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.spec_run import run_of
 from builders.training import LAYERS, TARGET, H
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer.evidence import MOST, ON_CARD, EvidenceTap, tokens_of_a_turn
 from spec_plugin.trainer.harvest import DecoderHarvest, PackedShards, RolloutHarvest, padded_rows
-from spec_plugin.trainer.rollout_control import RolloutControl
 
 
 class Actor:
@@ -26,7 +26,7 @@ class Actor:
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList([nn.Dropout(0.0) for _ in range(LAYERS)])
         self.decoder.norm = nn.Identity()
-        self.harvest = DecoderHarvest(RolloutControl(self.session, None), lambda: self.decoder, shards)
+        self.harvest = DecoderHarvest(run_of(self.session, None), lambda: self.decoder, shards)
         self.tap = EvidenceTap(self.harvest, self.session)
 
     def step(self, version: int, *documents: Tensor, read: int = 2, padded: bool = False) -> None:
@@ -180,9 +180,7 @@ def test_law_2_methods_that_harvest_nothing_have_evidence_too(options):
 def test_why_a_run_has_none_is_known_to_the_tap():
     actor = Actor()
     assert "overlap" in actor.tap.none_for(True, True) and "log-probs" in actor.tap.none_for(False, False)
-    assert "Megatron" in EvidenceTap(RolloutHarvest(RolloutControl(actor.session, None)), actor.session).none_for(
-        False, True
-    )
+    assert "Megatron" in EvidenceTap(RolloutHarvest(run_of(actor.session, None)), actor.session).none_for(False, True)
 
 
 def test_law_6_trouble_ends_the_evidence_alone_and_leaves_no_hooks(caplog):

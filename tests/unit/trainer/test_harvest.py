@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_plugin.trainer.decoder import find_decoder
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, padded_rows, responses_at_the_end
+from spec_plugin.trainer.harvest import harvested, padded_rows, responses_at_the_end
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.taps import Taps
 
 AUX = (1, 3, 4)

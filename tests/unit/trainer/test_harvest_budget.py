@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.spec_run import run_of
 from builders.training import LAYERS, TARGET
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer.harvest import DecoderHarvest, PackedShards, RolloutHarvest
-from spec_plugin.trainer.rollout_control import RolloutControl
+from spec_plugin.trainer.spec_run import SpecRun
 
 BUDGET = 32
 
@@ -55,7 +56,7 @@ class Actor:
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList([nn.Identity() for _ in range(LAYERS)])
         self.decoder.norm = nn.Identity()
-        self.harvest = DecoderHarvest(RolloutControl(self.session, None), lambda: self.decoder, shards)
+        self.harvest = DecoderHarvest(run_of(self.session, None), lambda: self.decoder, shards)
 
     def runs(self, *lengths: int) -> None:
         ids = [torch.arange(n) for n in lengths]
@@ -143,7 +144,7 @@ def test_nothing_is_harvested_while_the_harvest_is_shut(how):
 
 def test_nobody_harvests_where_the_trainer_does_not_wait_for_rollouts(monkeypatch):
     actor = Actor()
-    monkeypatch.setattr(RolloutControl, "agree", lambda control: None)
+    monkeypatch.setattr(SpecRun, "agree", lambda run: None)
     for hidden, lengths in ((True, []), (False, [(12,)])):
         actor.session.hidden = hidden
         actor.harvest.open()
@@ -210,7 +211,7 @@ def test_a_harvest_that_could_not_be_made_is_made_anew_behind_a_fresh_start():
             raise found
         return found
 
-    harvest = DecoderHarvest(RolloutControl(actor.session, None), decoder)
+    harvest = DecoderHarvest(run_of(actor.session, None), decoder)
     assert actor.session.failed
     harvest.open()
     assert harvest.plan.left == 0

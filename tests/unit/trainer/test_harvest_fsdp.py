@@ -17,7 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from spec_plugin.api.events import HiddenStates
 from spec_plugin.trainer.decoder import find_decoder
-from spec_plugin.trainer.harvest import HarvestPlan, harvested, responses_at_the_end
+from spec_plugin.trainer.harvest import harvested, responses_at_the_end
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.taps import Taps
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": 61, "head_dim": 32}

@@ -92,7 +92,7 @@ def test_law_2_an_engine_that_must_stop_the_run_is_heard_behind_one_that_only_fa
     wrong.__cause__ = LosslessError("not the target's")
     link = ActorsLink([an_engine(1), an_engine(OSError("gone")), an_engine(wrong, later)], timeout_s=5.0)
     with pytest.raises(RuntimeError, match="the other side failed"):
-        asyncio.run(link.all("spec_do"))
+        asyncio.run(link.call_all("spec_do"))
 
 
 def test_of_several_engines_that_fail_the_first_is_told_when_all_have_answered():
@@ -106,6 +106,6 @@ def test_of_several_engines_that_fail_the_first_is_told_when_all_have_answered()
 
     engines = [an_engine(OSError("first")), an_engine(ValueError("second")), SimpleNamespace(spec_do=Slow)]
     with pytest.raises(OSError, match="first"):
-        asyncio.run(ActorsLink(engines, timeout_s=5.0).all("spec_do"))
+        asyncio.run(ActorsLink(engines, timeout_s=5.0).call_all("spec_do"))
     assert answered, "no call is left behind in flight"
-    assert asyncio.run(ActorsLink([an_engine(1), an_engine(2)], timeout_s=5.0).all("spec_do")) == [1, 2]
+    assert asyncio.run(ActorsLink([an_engine(1), an_engine(2)], timeout_s=5.0).call_all("spec_do")) == [1, 2]

@@ -30,8 +30,9 @@ from spec_plugin.api.rollouts import Rollout
 from spec_plugin.api.spans import FORGOTTEN
 from spec_plugin.lifecycle.blocking import run_blocking
 from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.log_probs import Responses
 from spec_plugin.trainer.rank_engines import RanksLink, random_streams_kept
-from spec_plugin.trainer.spec_run import Responses, SpecRun
+from spec_plugin.trainer.spec_run import SpecRun
 
 
 class Engine:
@@ -84,9 +85,6 @@ class Engine:
         self._note("spans")
         return [FORGOTTEN]
 
-    async def spec_witnesses(self) -> list[Any]:
-        return []
-
     async def spec_state(self, moment: str) -> EngineState:
         return EngineState(moment, 0, 0, "", "")
 
@@ -123,7 +121,7 @@ def test_each_rank_installs_the_draft_that_it_has_trained_itself_and_serves_only
         engine = Engine(rank)
         group = actor_group()
         link = RanksLink(engine, 60.0)
-        run = SpecRun(session_of(group), link, lambda: None, harvest=NoHarvest)
+        run = SpecRun(session_of(group), link, NoHarvest)
         for version in range(4):
             if rank:
                 time.sleep(0.05)  # the first rank calls before this one has come
@@ -143,11 +141,11 @@ def test_each_rank_installs_the_draft_that_it_has_trained_itself_and_serves_only
 class NoHarvest:
     """A harvest of a backend's own, which captures nothing."""
 
-    def __init__(self, control: Any) -> None:
-        self.control = control
+    def __init__(self, run: SpecRun) -> None:
+        self.run = run
 
     def open(self) -> None:
-        self.control.agree()
+        self.run.agree()
 
     def close(self) -> None: ...
 
@@ -162,7 +160,7 @@ def test_a_rank_with_another_draft_refuses_it_and_no_engine_keeps_it(tmp_path: A
         for version, same in ((1, True), (2, False), (3, False), (4, True)):
             mine = {"w": torch.full((2,), float(version + (0 if same else rank)))}
             refresh = DraftRefresh(version, version, mine, digest(mine))
-            link.keep(version, refresh)
+            link.on_local_draft(version, refresh)
             with link.serving():
                 if rank == 0:
                     report = asyncio.run(link.install(refresh, force=False))
@@ -182,7 +180,7 @@ def test_a_first_rank_that_goes_back_says_what_it_serves_then(tmp_path: Any) -> 
         for version in (1, 2):
             mine = {"w": torch.full((2,), float(version * (1 + rank * (version - 1))))}
             refresh = DraftRefresh(version, version, mine, digest(mine))
-            link.keep(version, refresh)
+            link.on_local_draft(version, refresh)
             with link.serving():
                 if rank == 0:
                     asyncio.run(link.install(refresh, force=False))
@@ -266,7 +264,7 @@ def test_a_version_that_is_sent_once_more_waits_for_the_draft_that_belongs_to_it
                     assert asyncio.run(link.install(refresh, force=False)).installed
                 else:
                     time.sleep(0.2)  # still at it when the first rank calls
-                    link.keep(0, refresh)
+                    link.on_local_draft(0, refresh)
         return [version for version, _ in engine.installed]
 
     assert on_two_ranks(tmp_path, work) == [[1, 2], [1, 2]]
@@ -325,7 +323,7 @@ def test_a_refresh_that_an_engine_could_not_do_is_taken_back_to_the_draft_before
         for version in (1, 2, 3):
             mine = {"w": torch.full((2,), float(version))}
             refresh = DraftRefresh(version, version, mine, digest(mine))
-            link.keep(version, refresh)
+            link.on_local_draft(version, refresh)
             if version == 3:
                 engine.spec_refresh = broken  # type: ignore[method-assign]
             with link.serving():
@@ -333,7 +331,7 @@ def test_a_refresh_that_an_engine_could_not_do_is_taken_back_to_the_draft_before
                     with suppress(RuntimeError):
                         asyncio.run(link.install(refresh, force=False))
                     if version == 3:
-                        asyncio.run(link.all("spec_settle", False))
+                        asyncio.run(link.call_all("spec_settle", False))
         return link._serves[0]
 
     async def broken(refresh: DraftRefresh, force: bool, hold: bool = False) -> RefreshReport:

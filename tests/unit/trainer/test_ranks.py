@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders.ranks import on_two_ranks
+from builders.spec_run import run_of, synced, trained
 from builders.training import TARGET, hidden, sync
 
 from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, OtherRankFailed, TrainSettings, digest
@@ -29,9 +30,9 @@ from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle import registry as builtins
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer import links
-from spec_plugin.trainer.harvest import DecoderHarvest, HarvestPlan, PackedShards, harvested
+from spec_plugin.trainer.harvest import DecoderHarvest, PackedShards, harvested
+from spec_plugin.trainer.harvest_plan import HarvestPlan
 from spec_plugin.trainer.links import ActorsLink, merge_states, merge_stats
-from spec_plugin.trainer.rollout_control import RolloutControl
 from spec_plugin.trainer.taps import Taps
 
 assert builtins  # imported once here, not in each forked rank
@@ -98,14 +99,14 @@ def three_steps(rank: int, hook: str, where: int) -> list[Any]:
     session = SpecSession(SpecConfig(train_max_steps=2), target)
     session.manager.unregister(name="controller")
     session.manager.register(Broken(hook, where), name="controller")
-    control = RolloutControl(session, None)
+    control = run_of(session, None)
     out = []
     for version in range(3):
-        asyncio.run(control.synced(sync(version)))
+        synced(control, sync(version))
         control.agree()
         session.target_forward(hidden(torch.arange(20) + 20 * rank, version))
         control._slices.leave_out(-60.0)
-        control.train_draft(version)
+        trained(control, version)
         (trainer,) = [p for p in session.manager.get_plugins() if type(p).__name__ == "DraftTraining"]
         out.append((session.failed, session.follows, trainer._trainer.draft_version if trainer._trainer else -1))
     return out
@@ -224,7 +225,7 @@ def test_law_6_a_rank_that_fails_before_the_exchange_of_rows_leaves_no_other_wai
         decoder.layers, decoder.norm = torch.nn.ModuleList([layer]), norm
         session = SpecSession(SpecConfig(), replace(TARGET, actor_group=dist.group.WORLD))
         session.method = replace(session.method, harvest=(0,))
-        control = RolloutControl(session, None)
+        control = run_of(session, None)
         harvest = DecoderHarvest(control, lambda: decoder, PackedShards(dist.group.WORLD))
         harvest.open()
         broken = rank == where
@@ -276,7 +277,7 @@ def test_law_6_a_rank_that_does_not_come_is_given_up_in_our_own_time(tmp_path, m
 
     def work(rank: int) -> Any:
         session = SpecSession(SpecConfig(), replace(TARGET, actor_group=actor_group()))
-        control = RolloutControl(session, None)
+        control = run_of(session, None)
         control.agree()
         if rank == 1:
             time.sleep(6.0)
@@ -295,14 +296,14 @@ def test_ranks_begin_anew_together_whoever_took_the_failure_back(tmp_path):
 
     def work(rank: int) -> Any:
         session = SpecSession(SpecConfig(), replace(TARGET, actor_group=actor_group()))
-        control = RolloutControl(session, None)
+        control = run_of(session, None)
         if rank == 0:
             session.fail(Reason.OTHER_TROUBLE, RuntimeError("broken"))
         control.agree()
         before = session.failed
         if rank == 0:
             session.failure = None
-        asyncio.run(control.synced(sync()))
+        synced(control, sync())
         return before, session.failed, session.recovering, session.failure
 
     assert on_two_ranks(tmp_path, work) == [(True, False, True, None)] * 2
@@ -486,7 +487,7 @@ def test_law_6_a_plugin_that_fails_on_one_rank_where_both_begin_anew_holds_the_o
         session = SpecSession(SpecConfig(train_max_steps=2), replace(TARGET, actor_group=dist.group.WORLD))
         session.manager.unregister(name="controller")
         session.manager.register(Broken("spec_recover", where), name="controller")
-        asyncio.run(RolloutControl(session, None).synced(sync(0)))
+        synced(run_of(session, None), sync(0))
         session.recover()
         return session.failure, on_any_rank(rank == 1)  # the next thing that both do together
 

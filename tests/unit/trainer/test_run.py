@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.batches import span_of, witness_of
+from builders.batches import kept_of, span_of
 from builders.law6_faults import FakeLink, Fault
 from builders.training import LAYERS, TARGET
 from torch import nn
@@ -19,11 +19,12 @@ from spec_plugin.api.errors import WrongOrderError
 from spec_plugin.api.events import Drafts, EngineSchedule, LogprobBatch, StatedLogprobs, WeightSync
 from spec_plugin.api.spans import Span
 from spec_plugin.api.speculation import Reason
-from spec_plugin.api.witness import Witness
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.harvest import DecoderHarvest
 from spec_plugin.trainer.links import LocalLink
-from spec_plugin.trainer.spec_run import Responses, SpecRun
+from spec_plugin.trainer.log_probs import Responses
+from spec_plugin.trainer.spec_run import SpecRun
 
 DOCUMENTS = [torch.tensor([1, 2, 3, 4]), torch.tensor([1, 5, 6, 7])]
 MASK = torch.ones(2, 3, dtype=torch.bool)
@@ -75,9 +76,6 @@ class Engines(FakeLink):
         self.calls.append("spans")
         return list(self.said)
 
-    async def witnesses(self) -> list[Witness]:
-        return [witness_of((1, 2, 3, 4), (-1.0, -1.0, -1.0))]
-
 
 def make(overlaps: bool = False, link: Any = ...) -> tuple[SpecRun, Seen, Harvest]:
     seen, harvest = Seen(), Harvest()
@@ -101,7 +99,9 @@ def test_a_step_in_its_order():
     run, seen, harvest = make()
     synced(run)
     with run.logprob_pass():
-        assert harvest.calls == ["open"] and not run.control.running, "the rollouts have ended"
+        assert harvest.calls == ["open"] and run.engines is not None and run.engines.running is None, (
+            "the rollouts have ended"
+        )
     assert harvest.calls == ["open", "close", "deliver"]
     run.check(responses(), STATED)
     run.policy_updated(1)
@@ -136,7 +136,7 @@ def test_law_3_of_what_overlaps_it_is_asked_whether_the_phases_that_sampled_it_d
     synced(run)
     for plain in ((1, 4), (1, 2)):
         run.link.said = tuple(span_of([1], d[1:], 0, plain) for d in ([1, 2, 3, 4], [1, 5, 6, 7]))  # type: ignore[union-attr]
-        run._spans = None
+        run._asked = False
         run.check(responses(), STATED)
     first, second = seen.batches
     assert first.drafted.tolist() == [[Drafts.OFF] * 3] * 2 and not first.speculating  # type: ignore[union-attr]
@@ -158,6 +158,7 @@ def test_law_3_where_a_synchronous_trainer_names_no_versions_the_engines_do_and_
 
 def test_law_3_log_probs_that_the_trainer_hides_are_those_that_the_engines_kept():
     run, seen, _ = make()
+    run.link.said = (kept_of((1, 2, 3, 4), (-1.0, -1.0, -1.0)),)  # type: ignore[union-attr]
     synced(run)
     asyncio.run(run.rollouts_end())
     run.check(responses(None), STATED)
@@ -320,7 +321,7 @@ def test_law_6_spans_that_cannot_be_read_cost_speculation_only():
     run, seen, _ = make()
     synced(run)
     asyncio.run(run.rollouts_end())
-    run._spans = object()  # type: ignore[assignment]
+    run._spans, run._asked = object(), True  # type: ignore[assignment]
     run.check(responses(), STATED)
     assert run.session.failed and (seen.batches[0].drafted == Drafts.ON).all()
 
@@ -376,7 +377,11 @@ def evidence_run(overlaps: bool = False) -> tuple[SpecRun, Seen, Policy]:
     manager = create_manager(block=("provenance", "trainer"), load_entry_points=False)
     manager.register(seen)
     session = SpecSession(SpecConfig(serve="always", self_test=False), TARGET, manager)
-    return SpecRun(session, Engines(Fault()), lambda: policy, overlaps=overlaps), seen, policy  # type: ignore[arg-type, return-value]
+    return (
+        SpecRun(session, Engines(Fault()), lambda run: DecoderHarvest(run, lambda: policy), overlaps=overlaps),
+        seen,
+        policy,
+    )  # type: ignore[arg-type, return-value]
 
 
 def evidence_step(run: SpecRun, policy: Policy, version: int, stated: torch.Tensor | None = STATED) -> None:

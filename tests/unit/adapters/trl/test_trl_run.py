@@ -22,10 +22,8 @@ class Run:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.policy_version = -1
-        self.session = SimpleNamespace(method=SimpleNamespace(draft=object()), copy_of=lambda t: t.clone())
-
-    def spending(self) -> Any:
-        return nullcontext()
+        method, ledger = SimpleNamespace(draft=object()), SimpleNamespace(spending=nullcontext)
+        self.session = SimpleNamespace(method=method, copy_of=lambda t: t.clone(), ledger=ledger)
 
     async def weights_synced(self, version: int, embed: Any, head: Any, copied: bool) -> None:
         self.policy_version = version

@@ -29,7 +29,7 @@ class Servers:
         self.broken, self.error, self.went = broken, error, []
         self.in_force = [EngineSchedule(DRAFTS), EngineSchedule(NOTHING)]
 
-    async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         if method == "spec_go":
             self.went.append(args)
         if method == self.broken and self.error is not None:
@@ -37,18 +37,15 @@ class Servers:
         return self.in_force if method == "spec_go" else [7, 7]
 
 
-class Control:
+class Run(SpecRun):
     """Where something may fail."""
 
-    lags = True
-
     def __init__(self, session: SpecSession, error: BaseException | None) -> None:
-        self.session, self.error, self.versions = session, error, []
+        super().__init__(session, None, harvest=lambda _: None)  # type: ignore[arg-type, return-value]
+        self.error, self.versions = error, list[int]()
 
-    async def synced(self, event: Any) -> None:
-        self.versions.append(event.policy_version)
-
-    async def begin(self) -> None:
+    async def weights_synced(self, version: int, *_: Any, **_options: Any) -> None:
+        self.versions.append(version)
         if self.error is not None:
             raise self.error
 
@@ -56,8 +53,7 @@ class Control:
 def synced(error: BaseException | None = None, link: Servers | None = None) -> tuple[Standalone, Servers]:
     actor = object.__new__(Standalone)
     session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))
-    actor._run, actor._link = SpecRun(session, None, harvest=lambda _: None), link or Servers()  # type: ignore[arg-type, return-value]
-    actor._run.control = actor.control = Control(session, error)
+    actor._run, actor._link = Run(session, error), link or Servers()
     actor._syncs, actor._thread, actor._error = 0, None, None
     stream = [("model.embed_tokens.weight", torch.zeros(2, 2)), ("other", torch.ones(1))]
     assert [name for name, _ in actor.tap(stream)] == ["model.embed_tokens.weight", "other"]
@@ -67,7 +63,7 @@ def synced(error: BaseException | None = None, link: Servers | None = None) -> t
 def test_the_next_phase_begins_behind_the_weights():
     actor, servers = synced()
     actor.wait()
-    assert actor.control.versions == [7] and servers.went == [(1, "")]
+    assert actor._run.versions == [7] and servers.went == [(1, "")]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +76,7 @@ def test_law_6_an_actor_that_no_engine_has_waited_for_knows_that_the_phase_is_pl
     servers.in_force = list(map(EngineSchedule, in_force))
     actor, _ = synced(link=servers)
     actor.wait()
-    session = actor.control.session
+    session = actor._run.session
     assert session.engines is not None and session.engines.drafting == drafts and not session.failed
 
 
@@ -95,14 +91,14 @@ def test_laws_2_and_3_what_stops_the_run_is_told_to_the_servers_and_to_the_train
 def test_law_6_trouble_in_the_thread_lets_the_requests_in():
     actor, servers = synced(RuntimeError("out of luck"))
     actor.wait()
-    assert servers.went == [(1, "")] and "out of luck" in (actor.control.session.failure or "")
+    assert servers.went == [(1, "")] and "out of luck" in (actor._run.session.failure or "")
 
 
 @pytest.mark.parametrize("broken", ["spec_at_gate", "spec_go"])
 def test_law_6_servers_that_do_not_answer_cost_speculation_only(broken):
     actor, servers = synced(link=Servers(broken, TimeoutError("no answer")))
     actor.wait()
-    assert "no answer" in (actor.control.session.failure or "") and len(servers.went) == 1
+    assert "no answer" in (actor._run.session.failure or "") and len(servers.went) == 1
 
 
 def test_law_6_a_copy_that_fails_leaves_the_weight_stream_whole():

@@ -18,10 +18,11 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from spec_plugin import LogprobProvenanceError, SpecConfig
-from spec_plugin.api.events import TargetInfo
+from spec_plugin.api.events import EngineSchedule, TargetInfo
 from spec_plugin.api.spans import Spans
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.log_probs import Responses
 from spec_plugin.trainer.spec_run import SpecRun
 
 #: where the control group's stretch lies in a response
@@ -87,24 +88,21 @@ class NoHarvest:
     close = deliver = open
 
 
-class Control:
-    """Of a rank without a link."""
-
-    link, speculating, running = None, True, False
+class Run(SpecRun):
+    """Of a rank without a link, in phases that draft."""
 
     def __init__(self, session: SpecSession, lags: bool) -> None:
-        self.session, self.lags, self.policy_version = session, lags, 0
-        self.asked, self.known = 0, Spans()
+        super().__init__(session, None, harvest=lambda _: NoHarvest())  # type: ignore[arg-type, return-value]
+        self.lags, self.policy_version, self.asked = lags, 0, 0
+        session.engines = EngineSchedule()
 
-    def spans(self, told: bool = True) -> Spans:
-        self.asked += 1
-        return self.known
+    def _engine_spans(self, responses: Responses) -> Spans:
+        self.asked += not self._asked
+        self._asked = True
+        return self._spans
 
-    def train_draft(self, step: int) -> None:
-        pass
-
-    async def finish(self) -> None:
-        pass
+    def agree(self, failed_before: bool = False) -> bool:
+        return False
 
 
 class Trainer:
@@ -114,10 +112,8 @@ class Trainer:
         target = TargetInfo(path="", hf_config={"vocab_size": VOCABULARY}, dtype="float32")
         manager = create_manager(load_entry_points=False, block=["eagle3", "trainer", "controller", "metrics"])
         session = SpecSession(SpecConfig.parse({"method": "ngram"}), target, manager)
-        self.control: Any = Control(session, lags)
-        self.actor = Actor()
-        self.actor._run = SpecRun(session, None, harvest=lambda _: NoHarvest())
-        self.actor._run.control = self.control
+        self.actor, self.run = Actor(), Run(session, lags)
+        self.actor._run = self.run
         self.older, self.sync_every, self.bypass = lags if older is None else older, sync_every, bypass
         self._rng, self.steps = random.Random(0), 0
         self._sampler = Policy()  # the engine's copy
@@ -125,8 +121,8 @@ class Trainer:
     def step(self, wrong: dict[tuple[int, int], str] | None = None, controlled: int = 6) -> None:
         """One step; ``wrong`` says what is wrong with sequences, by mini-batch and row."""
         if self.steps % self.sync_every == 0:
-            self.control.policy_version += 1
-            self.actor._run._ahead, self.actor._run._spans = 0, None  # as ``weights_synced`` has it
+            self.run.policy_version += 1
+            self.run._ahead, self.run._asked = 0, False  # as ``weights_synced`` has it
             self._older = self._sampler
             self._sampler = Policy()
             self._sampler.load_state_dict(self.actor.module.state_dict())
@@ -147,8 +143,8 @@ class Trainer:
         self.actor.module.load_state_dict(now)
 
     def _batch(self, m: int, wrong: dict[tuple[int, int], str], controlled: int) -> Any:
-        sampler, version = (self._older, self.control.policy_version - 1) if self.older else (self._sampler, None)
-        version = self.control.policy_version if version is None else version
+        sampler, version = (self._older, self.run.policy_version - 1) if self.older else (self._sampler, None)
+        version = self.run.policy_version if version is None else version
         ids = [torch.tensor([self._rng.randrange(VOCABULARY) for _ in range(PROMPT + TOKENS)]) for _ in range(ROWS)]
         with torch.no_grad():
             stated = [sampler.log_probs(row)[PROMPT - 1 : -1] for row in ids]
@@ -167,7 +163,7 @@ class Trainer:
                 stretch = PROMPT + STRETCH.start, PROMPT + STRETCH.stop
                 stated[r][STRETCH] += 4.0 * (fault == "another model")  # what was not drafted is right
             document = ids[r].tolist()
-            self.control.known.add([span_of(document[:PROMPT], document[PROMPT:], version, stretch)], version)
+            self.run._spans.add([span_of(document[:PROMPT], document[PROMPT:], version, stretch)], version)
         nested = {
             "input_ids": ids,
             "response_mask": [torch.ones(TOKENS, dtype=torch.long)] * ROWS,
@@ -201,7 +197,7 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
 def test_a_correct_run_is_not_stopped_in_any_way(trainer: Trainer) -> None:
     for _ in range(12):
         trainer.step()
-    assert trainer.control.session.metrics()["spec/logprob_alarms"] == 0
+    assert trainer.run.session.metrics()["spec/logprob_alarms"] == 0
 
 
 @pytest.mark.parametrize("row", [0, ROWS - 1])
@@ -230,4 +226,4 @@ def test_where_the_pass_is_bypassed_a_few_are_recomputed_once_a_step(trainer: Tr
     for _ in range(4):
         trainer.step()
     assert trainer.actor.recomputed == [8] * 4
-    assert trainer.control.asked == 4, "and the engines are asked for what they sampled as often"
+    assert trainer.run.asked == 4, "and the engines are asked for what they sampled as often"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders.batches import batch_of, span_of
-from builders.rollout_control import Engines
+from builders.spec_run import Engines, run_of, spans_of, synced, trained
 from builders.training import TARGET, sync
 
 from spec_plugin import SpecConfig
@@ -30,7 +30,7 @@ from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer.harvest import DecoderHarvest
-from spec_plugin.trainer.rollout_control import RolloutControl
+from spec_plugin.trainer.spec_run import SpecRun
 
 
 @pytest.mark.parametrize(("overlaps", "shares"), [(False, [None, None]), (True, [0.25, 6 / 40])])
@@ -44,10 +44,10 @@ def test_law_3_the_engines_are_told_how_many_requests_each_judged_batch_needs_in
 
     engines.set_schedule = set_schedule  # type: ignore[method-assign]
     session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))
-    control = RolloutControl(session, engines, overlaps=overlaps)
+    control = run_of(session, engines, overlaps=overlaps)
     for version in range(2):
-        asyncio.run(control.synced(sync(version)))
-        asyncio.run(control.begin())
+        synced(control, sync(version))
+        asyncio.run(control.rollouts_begin())
         for _ in range(2):  # micro-batches of one step
             values = torch.full((20, 9), -1.0)
             session.check_logprobs(batch_of(version, values, None, drafts=Drafts.OFF))
@@ -59,12 +59,12 @@ def test_nobody_reads_the_weights_of_an_engine_that_sleeps_by_then(sleeps):
     """verl puts its engines to sleep between the rollouts and the first pass over them."""
     engines = Engines()
     session = SpecSession(SpecConfig(audit=True), TARGET, create_manager(load_entry_points=False))
-    control = RolloutControl(session, engines, sleeps=sleeps)
-    asyncio.run(control.synced(sync(0)))
-    asyncio.run(control.begin())
+    control = run_of(session, engines, sleeps=sleeps)
+    synced(control, sync(0))
+    asyncio.run(control.rollouts_begin())
     while_awake = len(engines.calls)
     assert {"read weights: synced", "read weights: refreshed", "read weights: rollout"} < set(engines.calls)
-    asyncio.run(control.finish())
+    asyncio.run(control.rollouts_end())
     assert engines.calls[while_awake:] == ["stats"] + (["read weights: rolled out"] if not sleeps else [])
 
 
@@ -105,10 +105,10 @@ class Memory:
         return self.old
 
 
-def remembering(engines: Remembering, memory: Memory) -> RolloutControl:
+def remembering(engines: Remembering, memory: Memory) -> SpecRun:
     manager = create_manager(load_entry_points=False)
     manager.register(memory)
-    return RolloutControl(SpecSession(SpecConfig(), TARGET, manager), engines)
+    return run_of(SpecSession(SpecConfig(), TARGET, manager), engines)
 
 
 def test_what_was_sampled_is_told_before_the_first_rollout_and_heard_after_each():
@@ -116,9 +116,9 @@ def test_what_was_sampled_is_told_before_the_first_rollout_and_heard_after_each(
     engines, memory = Remembering(), Memory(old)
     control = remembering(engines, memory)
     for version in range(2):
-        asyncio.run(control.synced(sync(version)))
-        asyncio.run(control.begin())
-        asyncio.run(control.finish())
+        synced(control, sync(version))
+        asyncio.run(control.rollouts_begin())
+        asyncio.run(control.rollouts_end())
     phase = ["set schedule", "start phase", "stats", "share rollouts"]
     assert engines.calls == ["self-test", "remember", *phase, *phase], "the self-test's own questions are no rollouts"
     assert engines.told == old and len(memory.heard) == 2
@@ -127,7 +127,9 @@ def test_what_was_sampled_is_told_before_the_first_rollout_and_heard_after_each(
 
 def test_a_new_run_has_nothing_to_tell():
     engines = Remembering()
-    asyncio.run(remembering(engines, Memory()).begin())
+    control = remembering(engines, Memory())
+    synced(control, sync(0))
+    asyncio.run(control.rollouts_begin())
     assert "remember" not in engines.calls
 
 
@@ -136,9 +138,9 @@ def test_law_6_a_memory_that_breaks_costs_speculation_only(broken):
     engines, memory = Remembering(broken), Memory([Rollout(b"", b"\3\0\0\0")])
     control = remembering(engines, memory)
     for version in range(2):
-        asyncio.run(control.synced(sync(version)))
-        asyncio.run(control.begin())
-        asyncio.run(control.finish())
+        synced(control, sync(version))
+        asyncio.run(control.rollouts_begin())
+        asyncio.run(control.rollouts_end())
     assert control.session.failed and "no answer" in (control.session.failure or "")
     assert engines.calls.count("share rollouts") == (1 if broken == "share" else 0), "nobody asks again"
 
@@ -163,22 +165,22 @@ class Lagging(Engines):
         return self.said
 
 
-def lagging(engines: Engines, overlaps: bool = True, **options: Any) -> RolloutControl:
+def lagging(engines: Engines, overlaps: bool = True, **options: Any) -> SpecRun:
     session = SpecSession(
         SpecConfig(self_test=False, serve="always", **options), TARGET, create_manager(load_entry_points=False)
     )
-    return RolloutControl(session, engines, overlaps=overlaps)
+    return run_of(session, engines, overlaps=overlaps)
 
 
 def test_a_phase_that_overlaps_with_training_ends_at_the_next_weight_sync():
     engines = Lagging()
     control = lagging(engines)
-    asyncio.run(control.synced(sync(0)))
-    asyncio.run(control.begin())
-    asyncio.run(control.finish())
+    synced(control, sync(0))
+    asyncio.run(control.rollouts_begin())
+    asyncio.run(control.rollouts_end())
     assert "stats" not in engines.calls
-    control.train_draft(0)
-    asyncio.run(control.synced(sync(1)))
+    trained(control, 0)
+    synced(control, sync(1))
     assert engines.calls.index("stats") < len(engines.calls) - 1 and engines.calls[-1] == "install"
     assert control.policy_version == 1
 
@@ -188,16 +190,16 @@ def test_what_was_said_before_is_kept_once_something_has_been_cut_short():
     control = lagging(engines, overlaps=False)
 
     def versions() -> list[list[int]]:
-        found, *_ = control.spans().of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+        found, *_ = spans_of(control).of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
         return found.tolist()
 
-    asyncio.run(control.synced(sync(0)))
-    asyncio.run(control.begin())
+    synced(control, sync(0))
+    asyncio.run(control.rollouts_begin())
     assert not control.lags and versions() == [[0, 0]]
     engines.said = []
     assert versions() == [[-1, -1]], "in a synchronous run nothing is older than the phase"
     engines.said = [span_of([1], [2, 3], 0)]
-    asyncio.run(control.finish())
+    asyncio.run(control.rollouts_end())
     assert control.lags and versions() == [[0, 0]]
     engines.said = []
     assert versions() == [[0, 0]]
@@ -207,19 +209,19 @@ def test_engines_that_failed_are_not_asked_again_in_a_synchronous_run():
     engines = Lagging()
     control = lagging(engines, overlaps=False)
     control.session.fail(Reason.REFRESH, "planted")
-    control.spans()
+    spans_of(control)
     assert "spans" not in engines.calls
-    control.spans(told=False)
+    spans_of(control, told=False)
     assert "spans" in engines.calls, "nobody else says by which version a token was sampled"
 
 
 def test_law_3_where_the_trainer_does_not_say_it_text_that_is_older_than_the_phase_is_known_to_be():
     engines = Lagging()
     control = lagging(engines, overlaps=False)
-    asyncio.run(control.synced(sync(0)))
+    synced(control, sync(0))
     for said in (engines.said, []):
         engines.said = said
-        found, *_ = control.spans(told=False).of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
+        found, *_ = spans_of(control, told=False).of([torch.tensor([1, 2, 3])], [1], torch.ones(1, 2, dtype=torch.bool))
         assert found.tolist() == [[0, 0]]
 
 
@@ -229,8 +231,8 @@ def test_law_6_engines_that_do_not_say_what_they_sampled_cost_speculation_only()
             raise RuntimeError("no answer")
 
     control = lagging(Silent())
-    asyncio.run(control.synced(sync(0)))
-    control.spans()
+    synced(control, sync(0))
+    spans_of(control)
     assert "no answer" in (control.session.failure or "")
 
 
@@ -240,10 +242,10 @@ def test_law_6_a_self_test_without_an_answer_costs_speculation_only():
             raise RuntimeError("no answer")
 
     session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))
-    control = RolloutControl(session, Silent())
-    asyncio.run(control.synced(sync(0)))
-    asyncio.run(control.begin())
-    assert "no answer" in (session.failure or "") and not control.speculating
+    control = run_of(session, Silent())
+    synced(control, sync(0))
+    asyncio.run(control.rollouts_begin())
+    assert "no answer" in (session.failure or "") and not control.session.speculating
 
 
 def test_law_6_a_decoder_that_is_called_in_another_way_costs_the_harvest_and_not_the_forward_pass():
@@ -259,7 +261,7 @@ def test_law_6_a_decoder_that_is_called_in_another_way_costs_the_harvest_and_not
             return self.norm((x, x))[0]
 
     session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
-    control, decoder = RolloutControl(session, Engines()), Odd()
+    control, decoder = run_of(session, Engines()), Odd()
     harvest = DecoderHarvest(control, lambda: decoder)
     harvest.open()
     with harvest.capture(lambda: ([torch.zeros(3, dtype=torch.int64)], [torch.ones(3, dtype=torch.bool)])):
@@ -269,7 +271,7 @@ def test_law_6_a_decoder_that_is_called_in_another_way_costs_the_harvest_and_not
 
 def test_law_6_a_model_without_layers_costs_the_harvest_only():
     session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
-    harvest = DecoderHarvest(RolloutControl(session, Engines()), lambda: torch.nn.Linear(1, 1))
+    harvest = DecoderHarvest(run_of(session, Engines()), lambda: torch.nn.Linear(1, 1))
     harvest.open()
     with harvest.capture(lambda: ([], [])):
         pass
@@ -280,7 +282,7 @@ def test_what_the_trainer_raises_in_its_forward_pass_is_the_trainers():
     session = SpecSession(SpecConfig(serve="never"), TARGET, create_manager(load_entry_points=False))
     decoder = torch.nn.Module()
     decoder.layers, decoder.norm = torch.nn.ModuleList([torch.nn.Identity() for _ in range(8)]), torch.nn.Identity()
-    harvest = DecoderHarvest(RolloutControl(session, Engines()), lambda: decoder)
+    harvest = DecoderHarvest(run_of(session, Engines()), lambda: decoder)
     harvest.open()
     with pytest.raises(ZeroDivisionError), harvest.capture(lambda: ([], [])):
         raise ZeroDivisionError

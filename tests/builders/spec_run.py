@@ -1,8 +1,11 @@
-"""A link to engines that writes down the names of the calls."""
+"""Steps of a ``SpecRun`` by hand, and a link to engines that writes down the names of the calls."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+import torch
 
 from spec_plugin.api.events import (
     DraftRefresh,
@@ -11,8 +14,12 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     SelfTestReport,
+    WeightSync,
 )
-from spec_plugin.api.spans import FORGOTTEN, Span
+from spec_plugin.api.spans import FORGOTTEN, Span, Spans
+from spec_plugin.lifecycle.session import SpecSession
+from spec_plugin.trainer.log_probs import Responses
+from spec_plugin.trainer.spec_run import SpecRun
 
 
 class Engines:
@@ -47,3 +54,28 @@ class Engines:
     async def state(self, moment: str) -> EngineState:
         self.calls.append(f"read weights: {moment}")
         return EngineState(moment, 0, 0, "", "")
+
+
+def run_of(session: SpecSession, link: Any, **options: Any) -> SpecRun:
+    """A run whose log-prob passes nobody harvests."""
+    harvest: Any = object()
+    return SpecRun(session, link, harvest=lambda _: harvest, **options)
+
+
+def synced(run: SpecRun, event: WeightSync) -> None:
+    """A weight sync, behind which rollouts do not begin yet."""
+    shared = event.embed, event.lm_head
+    asyncio.run(run.weights_synced(event.policy_version, *shared, copied=True, rollouts_begin=False))
+
+
+def trained(run: SpecRun, step: int) -> None:
+    """The trainer's update of a step whose log-probs were checked."""
+    run._checked = True
+    run.policy_updated(step)
+
+
+def spans_of(run: SpecRun, told: bool = True) -> Spans:
+    """What the engines say when they are asked anew."""
+    run._asked = False
+    version, none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)
+    return run._engine_spans(Responses([], [], none, none, (version, version) if told else None))
