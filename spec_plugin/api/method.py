@@ -54,9 +54,10 @@ class Method:
     pretrained: bool = False  # may be served before anything was trained
     all_or_nothing_k: bool = False  # drafts ``spec.k`` tokens or none: nothing between can be asked of it
     variable_length: bool = False  # proposes another number of tokens for each request, often none
-    memory: Memory | None = None  # keeps rollouts to draft from, over the engines' lives
-    #: tokens of rollouts that a worker keeps in trees, in the place of the cache of vLLM's suffix decoding; None: no trees
-    prompt_trees: int | None = None
+    #: module:function, called with ``proposer_options`` in each worker before it makes its model runner
+    proposer: str | None = None
+    proposer_options: Mapping[str, Any] = field(default_factory=dict)  # plain values
+    memory: Memory | None = None  # of a proposer that drafts from rollouts
     why: str = ""  # it was chosen, where the user left that open; in one line
 
     @property
@@ -71,8 +72,8 @@ class Method:
 
     def worker_settings(self) -> dict[str, Any]:
         """What the engine's processes must know of it."""
-        settings: dict[str, Any] = {"variable_length": True} if self.variable_length else {}
-        return settings if self.prompt_trees is None else {**settings, "prompt_trees": self.prompt_trees}
+        prepared = {"proposer": self.proposer, "proposer_options": dict(self.proposer_options)}
+        return ({"variable_length": True} if self.variable_length else {}) | (prepared if self.proposer else {})
 
     def speculative_config(self) -> dict[str, Any]:
         """vLLM's ``speculative_config``; may write the draft's folder."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draft_training.files import weight_files
-from draft_training.mtp import MtpShape
 from draft_training.outside import text_part
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.diagnosis import device_type
@@ -200,7 +199,7 @@ def _engine_memory(run: RunFacts, method: Method) -> str:
         folder = Path(draft_folder(str(run.spec.draft), fetch=False))
         size = sum(file.stat().st_size for file in weight_files(folder) if file.is_file())
     split = f", split over {run.target.tensor_parallel} ranks" if run.target.tensor_parallel > 1 else ""
-    own = method.draft is not None and isinstance(method.draft.config, MtpShape)  # its config.json is the target's
+    own = method.draft is not None and method.draft_config == run.target.hf_config  # a layer of it
     counts = (text_part(hf or {}).get("num_hidden_layers") for hf in (method.draft_config, run.target.hf_config))
     layers, beside = (count if isinstance(count, int) else "some" for count in counts)
     more = "1 layer" if own or layers == 1 else f"{layers} layers"

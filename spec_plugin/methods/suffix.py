@@ -70,8 +70,9 @@ class SuffixMethod:
             settings,
             pretrained=True,
             variable_length=True,
+            proposer="spec_plugin.engine.vllm.suffix.proposer:prepare",
+            proposer_options={"most_tokens": config.memory_tokens},
             memory=self,
-            prompt_trees=config.memory_tokens,
         )
 
     def keep(self, rollouts: Iterable[Rollout]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from spec_plugin.api.errors import SpecConfigError
 KNOWN = {
     "skip_patches": "names of repairs to leave out",
     "variable_length": "the method may propose fewer than k tokens, or none",
-    "prompt_trees": "tokens that the trees of prompts keep, in the place of suffix decoding's own cache",
+    "proposer": "module:function that prepares vLLM's proposer in the worker, before the model runner is built",
+    "proposer_options": "argument of that function",
 }
 
 
@@ -28,6 +30,17 @@ def own_settings(vllm_config: Any) -> Mapping[str, Any]:
             f"additional_config.spec_plugin has unknown keys {unknown}: remove them; known: {sorted(KNOWN)}"
         )
     return options
+
+
+def prepare_proposer(settings: Mapping[str, Any]) -> None:
+    """Call the method's ``proposer`` function, in a worker that has no model runner yet.
+
+    Raises:
+        PatchError: if vLLM's proposer is no longer what the method expects.
+    """
+    if (path := settings.get("proposer")) is not None:
+        module, _, name = path.partition(":")
+        getattr(importlib.import_module(module), name)(settings["proposer_options"])
 
 
 def with_own_settings(given: Mapping[str, Any], **ours: Any) -> dict[str, Any]:

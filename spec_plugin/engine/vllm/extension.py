@@ -27,7 +27,7 @@ from spec_plugin.engine.lossless import check_running_config
 from spec_plugin.engine.refresh import swap as refresh
 from spec_plugin.engine.refresh.layout import Layout, draft_layout
 from spec_plugin.engine.refresh.swap import HOST
-from spec_plugin.engine.vllm.additional import own_settings
+from spec_plugin.engine.vllm.additional import own_settings, prepare_proposer
 from spec_plugin.engine.vllm.capabilities import find_draft
 from spec_plugin.engine.vllm.repairs import patches
 from spec_plugin.engine.vllm.repairs.adapters import ADAPTER_PATCHES
@@ -94,10 +94,7 @@ class SpecWorkerExtension:
                 patches.apply_each([TEMPERATURE_PATCHES[v2], *(NOISE_PATCHES if v2 else ())], skip)
             complete_target(vllm_config)
         apply_cpu_patches(skip)
-        if (tokens := own_settings(vllm_config).get("prompt_trees")) is not None:
-            from spec_plugin.engine.vllm.suffix.proposer import keep_trees  # needs arctic-inference
-
-            keep_trees(tokens)
+        prepare_proposer(own_settings(vllm_config))
         parent: Any = super().__new__
         worker: SpecWorkerExtension = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)
         worker._spec_state = _State()

@@ -40,7 +40,7 @@ def test_an_unknown_option_that_resembles_none_is_answered_with_all_of_them():
         ("lr", 0.0, "float > 0 and <= 1"),
         ("train", "perhaps", "true | false"),
         ("serve", "sometimes", "auto | always | never"),
-        ("draft_sample_method", "synthetic", "greedy | probabilistic"),
+        ("draft_sample_method", "synthetic", "auto | greedy | probabilistic"),
         ("aux_layers", ["two"], "list or none"),
     ],
 )

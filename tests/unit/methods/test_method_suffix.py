@@ -54,7 +54,7 @@ def test_what_the_engine_is_told_is_listed(monkeypatch: pytest.MonkeyPatch) -> N
         and found.harvest is None
         and found.draft is None
     )
-    assert found.worker_settings() == {"variable_length": True, "prompt_trees": 2048}
+    assert found.worker_settings()["proposer_options"] == {"most_tokens": 2048}
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.
     from vllm.v1.spec_decode import suffix_decoding
 
     from spec_plugin.api.errors import PatchError
-    from spec_plugin.engine.vllm.suffix.proposer import keep_trees
+    from spec_plugin.engine.vllm.suffix.proposer import prepare
 
     class Another:
         def __init__(self, vllm_config: Any) -> None:
@@ -244,7 +244,7 @@ def test_the_patch_refuses_a_proposer_that_it_does_not_know(monkeypatch: pytest.
 
     monkeypatch.setattr(suffix_decoding, "SuffixDecodingProposer", Another)
     with pytest.raises(PatchError, match="does not fit this vLLM"):
-        keep_trees(2048)
+        prepare({})
 
 
 @needs_package

@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from spec_plugin.api.errors import PatchError
 from spec_plugin.engine.vllm.suffix.trees import PromptTrees
 
 
-def keep_trees(most_tokens: int) -> None:
-    """Wrap vLLM's proposer, once in a process that has no model runner yet.
+def prepare(options: Mapping[str, Any]) -> None:
+    """Wrap vLLM's proposer, once in a process.
 
     Args:
-        most_tokens: of ``PromptTrees``, for the engine that is being made; a process may make several.
+        options: of ``PromptTrees``, for the engine that is being made; a process may make several.
 
     Raises:
         PatchError: if it is no longer what the wrappers read.
     """
     from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer as Proposer
 
-    Proposer.spec_most_tokens = most_tokens
+    Proposer.spec_options = dict(options)
     if hasattr(Proposer.propose, "__wrapped__"):
         return
     reads = {"num_speculative_tokens", "suffix_cache", "max_tree_depth", "active_requests", "speculate"}
@@ -43,7 +44,7 @@ def keep_trees(most_tokens: int) -> None:
     @functools.wraps(make)
     def initialise(self: Any, vllm_config: Any) -> None:
         make(self, vllm_config)
-        trees = PromptTrees(self.max_tree_depth, self.num_speculative_tokens, self.spec_most_tokens)
+        trees = PromptTrees(self.max_tree_depth, self.num_speculative_tokens, **self.spec_options)
         self.spec_memory = self.suffix_cache = trees  # by the first name the worker extension finds what remembers
 
     @functools.wraps(original)

@@ -9,7 +9,8 @@ import pytest
 from spec_plugin_openrlhf.options import of_states
 from spec_plugin_verl_check import recurrent
 
-from spec_plugin.adapter import parsed, source_of
+from draft_training.parsing import parsed
+from spec_plugin.adapter import source_of
 from spec_plugin.api.config import SpecConfig
 
 NEXT: dict[str, Any] = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
