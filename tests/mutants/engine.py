@@ -852,4 +852,12 @@ MUTATIONS = (
         "the tree of all prompts has what makes room in the trees of single ones",
         ("test_method_suffix.py",),
     ),
+    Mutation(
+        "spec_plugin/engine/vllm/repairs/draft_temperature.py",
+        "make_tempered",
+        "logits.amax(dim=-1, keepdim=True)",
+        "0.0",
+        "the likeliest token of large logits overflows",
+        ("test_draft_temperature.py",),
+    ),
 )

@@ -930,4 +930,20 @@ MUTATIONS = (
         "the memory of V1's sampler bounds what V2 drafts",
         ("test_sampler_memory.py",),
     ),
+    Mutation(
+        "spec_plugin/policy/proposals.py",
+        "Proposals._choose",
+        "if not first and self._better[1] < _IN_A_ROW:",
+        "if False:",
+        "law 7: how a draft proposes flaps with each measurement",
+        ("test_proposals.py",),
+    ),
+    Mutation(
+        "spec_plugin/policy/break_even/controller.py",
+        "BreakEvenController.spec_refreshed",
+        "self._draft_temperature, self.acceptance_estimate = refresh.draft_temperature, AcceptanceEstimate()",
+        "self._draft_temperature = refresh.draft_temperature",
+        "law 7: what was measured of other proposals decides of these",
+        ("test_controller.py",),
+    ),
 )

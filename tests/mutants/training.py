@@ -556,4 +556,20 @@ MUTATIONS = (
         "Llama 4, whose two factors are equal, is refused as if its config.json were wrong",
         ("test_draft_config.py",),
     ),
+    Mutation(
+        "draft_training/proposals.py",
+        "_chance",
+        "normaliser - log_prob)",
+        "normaliser)",
+        "a draw is promised by the draft's own probability, whatever the policy's",
+        ("test_draft_proposals.py",),
+    ),
+    Mutation(
+        "draft_training/proposals.py",
+        "expected_replay",
+        "visited[:, begin] = 1.0",
+        "visited[:, begin] += 0.0",
+        "the replay ends with the first text",
+        ("test_draft_proposals.py",),
+    ),
 )
