@@ -4,47 +4,54 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import pluggy
 
 from spec_plugin.api.answers import finite_float, type_and_value
 from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle.manager import call_each
-
-if TYPE_CHECKING:
-    from spec_plugin.lifecycle.session import SpecSession
 
 logger = logging.getLogger(__name__)
 #: in a warning, in the place of a plugin's name: which one it was nobody can tell
 _WRAPPER = "a wrapper of spec_metrics"
 
 
+class Guarded(Protocol):
+    """``SpecSession.guarded``."""
+
+    def __call__(self, reason: Reason, doing: str = "", harmless: bool = False) -> AbstractContextManager[None]:
+        """Hold draft trouble in the block."""
+
+
 class PluginMetrics:
     """The metrics of one session's plugins. What is no finite number is left out, and one warning names it."""
 
-    def __init__(self, session: SpecSession) -> None:
-        self._session = session
+    def __init__(self, manager: pluggy.PluginManager, guarded: Guarded) -> None:
+        self._manager, self._guarded = manager, guarded
         self._left_out: set[tuple[str, object]] = set()  # that a warning has named
 
     def merged(self) -> dict[str, float]:
         """All plugins' metrics; one that fails, or answers something else, does not silence the others."""
-        session, found = self._session, list[Mapping[str, float]]()
+        found = list[Mapping[str, float]]()
 
         def each(plugin: str, metrics: Callable[[], object]) -> dict[str, float]:
             numbers: dict[str, float] = {}
-            with session.guarded(Reason.OTHER_TROUBLE, f"metrics of plugin {plugin}", harmless=True):
+            with self._guarded(Reason.OTHER_TROUBLE, f"metrics of plugin {plugin}", harmless=True):
                 numbers = self.finite(f"plugin {plugin}", metrics())
             found.append(dict(numbers))  # a wrapper may write into what it gets, and fail then
             return numbers
 
         answers: object = found
-        with session.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper", harmless=True):
-            answers = call_each(session.manager, "spec_metrics", each)
+        with self._guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper", harmless=True):
+            answers = call_each(self._manager, "spec_metrics", each)
         if not isinstance(answers, list):
             self.leave_out(_WRAPPER, "all that it made of the metrics", answers, "no list of mappings")
             answers = found
         merged: dict[str, float] = {}
         for answer in answers:
-            with session.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper's answer", harmless=True):
+            with self._guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper's answer", harmless=True):
                 merged |= self.finite(_WRAPPER, answer)
         return merged
 

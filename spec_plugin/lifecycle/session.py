@@ -76,7 +76,7 @@ class SpecSession:
         self.refused: BaseException | None = None
         self.auditors: list[Callable[[EngineState], None]] = []  # of the conformance kit; a run has none
         self._noted: set[tuple[str, type]] = set()  # harmless trouble that a warning has named
-        self._numbers = PluginMetrics(self)
+        self._numbers = PluginMetrics(self.manager, self.guarded)
         self._recoveries = 0
         self._unproven = 0  # checks of the last self-test
         #: the last step whose log-probs were judged, and the sequences that they were chosen from

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,11 @@ from draft_training.card import host_memory
 from spec_plugin.api.events import HiddenStates
 from spec_plugin.api.ranks import most_of_any_rank, together
 from spec_plugin.api.speculation import Reason
+from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.policy.online_training import TRAIN_TOKENS
 from spec_plugin.trainer.decoder import Decoder
 from spec_plugin.trainer.harvest_plan import HarvestPlan, Piece
 from spec_plugin.trainer.taps import Taps
-
-if TYPE_CHECKING:
-    from spec_plugin.trainer.spec_run import SpecRun
 
 #: token ids of whole documents, [n_i], in the order of the batch, and masks of what the policy sampled of them, [n_i] bool
 Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -32,6 +30,16 @@ Documents = tuple[Sequence[Tensor], Sequence[Tensor]]
 Rows = Callable[[Tensor], Sequence[Tensor]]
 #: the first step harvests as much as so many others, at most
 _FIRST = 4
+
+
+class Run(Protocol):
+    """What a harvest asks of the run of its process, a ``SpecRun``."""
+
+    session: SpecSession
+    policy_version: int
+
+    def agree(self) -> bool:
+        """Make all ranks know whether the phase drafted, and stop speculating together (collective)."""
 
 
 class PackedShards:
@@ -181,7 +189,7 @@ class RolloutHarvest:
     A backend says where its layers are (``taps``) and what is done with what they saw (``keep``).
     """
 
-    def __init__(self, run: SpecRun, ranks: int = 1, among: Any = None) -> None:
+    def __init__(self, run: Run, ranks: int = 1, among: Any = None) -> None:
         """Nothing is captured before ``open``, and nothing at all where the method harvests nothing.
 
         Args:
@@ -306,7 +314,7 @@ class RolloutHarvest:
 class DecoderHarvest(RolloutHarvest):
     """Harvest of a process that runs all layers, on whole rows or on its slices of packed ones."""
 
-    def __init__(self, run: SpecRun, decoder: Callable[[], Decoder], shards: PackedShards | None = None) -> None:
+    def __init__(self, run: Run, decoder: Callable[[], Decoder], shards: PackedShards | None = None) -> None:
         """Bind to a policy.
 
         Args:

@@ -102,7 +102,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/lifecycle/plugin_metrics.py",
         "PluginMetrics.merged",
-        'with session.guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper\'s answer", harmless=True):',
+        'with self._guarded(Reason.OTHER_TROUBLE, "metrics in a wrapper\'s answer", harmless=True):',
         "if True:",
         "law 6: metrics of a wrapper that cannot be read stop the run",
         ("test_session.py",),

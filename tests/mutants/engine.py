@@ -677,14 +677,6 @@ MUTATIONS = (
         ("test_selftest_switching.py",),
     ),
     Mutation(
-        _LOSSLESS,
-        "_check_kernels",
-        ' and device_type == "cpu" and not v2:',
-        " and False:",
-        "law 2: drafts drawn by their own probabilities go through the CPU kernels that sample wrongly",
-        ("test_model_runner.py", "test_lossless_list.py"),
-    ),
-    Mutation(
         "spec_plugin/engine/vllm/extension.py",
         "SpecWorkerExtension.__new__",
         "if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():",

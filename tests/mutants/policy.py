@@ -749,8 +749,8 @@ MUTATIONS = (
     Mutation(
         _CONTROLLER,
         "BreakEvenController.spec_refreshed",
-        "        if report.installed:\n            self.acceptance_estimate",
-        "        if True:\n            self.acceptance_estimate",
+        "        if report.installed:\n",
+        "        if True:\n",
         "law 7: a refused draft's promise decides what is served",
         ("test_controller.py",),
     ),
@@ -917,7 +917,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/policy/sampler_memory.py",
         "fit_sampler_memory.bytes_of",
-        "14 * rows + vocab_size * (8 * b * k + 6 * b)",
+        "14 * rows + vocab_size * ((8 + 8 * sampled) * b * k + 6 * b)",
         "14 * rows",
         "the sampler of V1 takes more memory than is counted",
         ("test_plan.py",),
