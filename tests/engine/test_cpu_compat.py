@@ -25,6 +25,7 @@ pytestmark = pytest.mark.engine
 EXPAND = cpu_compat.CPU_PATCHES[0]
 #: of gated delta nets and of vLLM 0.24: processor and version decide
 OF_STATES = ("dense_state_indices", "drafted_convolution", "prompt_convolution")
+ALWAYS = ("expand_kernel", "live_weights", "stacked_norms", "drawn_proposals")
 NOT_EVERYWHERE = (*OF_STATES, *(patch.name for patch in DRAFTS_0_24))
 
 WITHOUT_REPAIR = """
@@ -65,7 +66,7 @@ def test_the_repairs_are_in_force_in_the_worker(llm):
     states = {p["name"]: p["state"] for p in small.rpc(llm, "spec_draft_info")["patches"]}
     for name in NOT_EVERYWHERE:
         assert states.pop(name) in ("in force", "not needed")
-    assert states == dict.fromkeys(("expand_kernel", "live_weights", "stacked_norms"), "in force")
+    assert states == dict.fromkeys(ALWAYS, "in force")
 
 
 def test_the_running_rejection_sampler_expands_right(llm):
@@ -104,7 +105,7 @@ def test_the_repair_can_be_left_out_by_an_engine_option_and_is_still_needed(targ
     share, states = json.loads(lines[0].removeprefix("RESULT "))
     for name in NOT_EVERYWHERE:
         states.pop(name)
-    assert states == {"expand_kernel": "skipped", "live_weights": "in force", "stacked_norms": "in force"}
+    assert states == dict.fromkeys(ALWAYS, "in force") | {"expand_kernel": "skipped"}
     assert share > 0.2
 
 

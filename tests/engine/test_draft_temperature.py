@@ -143,6 +143,19 @@ def test_the_draft_before_comes_back_with_its_temperature(engine, config):
     assert math.isclose(sharpness(), 2.0)
 
 
+@pytest.mark.skipif(runner.V2, reason="V1 alone stops a whole batch where one text is longer than the draft's")
+def test_tokens_that_nobody_drew_are_verified_as_such(target, config, policy, tmp_path):
+    """Beyond the draft's length V1 has zeros verified, for which there is no distribution that they were drawn from."""
+    from draft_training.eagle3 import save_draft
+
+    save_draft(tmp_path / "draft", config, small.good_tensors(config))
+    speculation = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
+    speculation |= {"draft_sample_method": "probabilistic", "max_model_len": 24}
+    llm = small.start_engine(target, tmp_path / "draft", speculative_config=speculation, max_num_seqs=16)
+    asked(llm, temperature=1.5)
+    assert_the_policys(finished(llm), policy, 1.5)
+
+
 def _draft(worker: Any) -> Any:
     from spec_plugin.engine.vllm.capabilities import find_draft
 
