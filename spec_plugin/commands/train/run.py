@@ -250,7 +250,8 @@ def _measured(
     out = work / "measured.json"
     if not out.exists():
         task = _task(settings, [list(r.prompt) for r in held_out], out)
-        speculative = dict(method.settings) | {"model": str(work / "draft")}
+        # as it was predicted; a run may find that draws are accepted more often
+        speculative = dict(method.settings) | {"model": str(work / "draft"), "draft_sample_method": "greedy"}
         _in_engine("measure", task | {"speculative": speculative}, work)
     found = _left(out)
     return conditional_acceptance(found["accepted_per_pos"], found["drafts"])
