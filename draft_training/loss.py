@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_training.acceptance import conditional_acceptance
 from draft_training.batch import PackedBatch
 from draft_training.chains import chain_weights, shifted
 from draft_training.draft import Draft
@@ -74,13 +75,7 @@ class LossStats:
     @property
     def chances(self) -> tuple[float, ...]:
         """[J] chance that each drafted token is accepted, given those before it, from the replay; shorter where none came."""
-        out, reached = [], float(self.rounds)
-        for accepted in self.accepted.tolist():
-            if not reached:
-                break
-            out.append(accepted / reached)
-            reached = accepted
-        return tuple(out)
+        return conditional_acceptance(self.accepted.tolist(), float(self.rounds))
 
 
 def ttt_loss(
@@ -218,13 +213,18 @@ class _HeadLoss(torch.autograd.Function):
         )
 
 
+def target_logits(last: Tensor, head: Tensor, cap: float | None) -> Tensor:
+    """[C, V] float32 or better: the target's logits of states [C, H] and its LM head [V, H]; ``cap`` as for ``ttt_loss``."""
+    logits = last.to(head.dtype) @ head.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
 class _Teacher:
     """The target's distribution at a chunk of rows, restricted to the draft's vocabulary."""
 
     def __init__(self, last: Tensor, head: Tensor, ids: Tensor | None, wide: torch.dtype, cap: float | None) -> None:
-        logits = (last.to(head.dtype) @ head.T).to(wide)  # [C, V]
-        if cap is not None:
-            logits = logits.div_(cap).tanh_().mul_(cap)
+        logits = target_logits(last, head, cap).to(wide)  # [C, V]
         restricted = (logits if ids is None else logits[:, ids]).log_softmax(-1)  # [C, Vd]
         self.distribution = restricted.exp()
         self._negative_entropy = (self.distribution * restricted).sum(-1)

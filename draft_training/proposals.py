@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draft_training.acceptance import conditional_acceptance
 from draft_training.batch import PackedBatch
 from draft_training.chains import shifted
 from draft_training.draft import Draft
-from draft_training.loss import chunk_elements_on
+from draft_training.loss import chunk_elements_on, target_logits
 
 #: temperatures of a draft that are replayed, as factors of the rollouts': 0 proposes the likeliest token, 1 draws at theirs
 DRAFT_TEMPERATURES = (0.0, 1.0, 0.85, 0.7, 0.5)
@@ -104,13 +105,7 @@ class ProposalStats:
         return float(self.entropy / self.count.clamp_min(1))
 
     def _chances_of(self, line: int) -> tuple[float, ...]:
-        out, reached = [], float(self.rounds[line])
-        for accepted in self.accepted[line].tolist():
-            if reached <= 0.0:
-                break
-            out.append(accepted / reached)
-            reached = accepted
-        return tuple(out)
+        return conditional_acceptance(self.accepted[line].tolist(), float(self.rounds[line]))
 
 
 @torch.no_grad()
@@ -176,10 +171,7 @@ def _policy(
     log_prob, likeliest = torch.zeros_like(wanted, dtype=torch.float32), torch.zeros_like(wanted)
     entropy = torch.zeros((), dtype=torch.float64, device=wanted.device)
     for some in torch.split(wanted.nonzero().squeeze(1), chunk):
-        logits = (batch.last[batch.rows[some]].to(lm_head.dtype) @ lm_head.T).float()
-        if cap is not None:
-            logits = logits.div_(cap).tanh_().mul_(cap)
-        found = sampling.log_probs(logits)
+        found = sampling.log_probs(target_logits(batch.last[batch.rows[some]], lm_head, cap))
         log_prob[some] = found.gather(-1, sampled[some, None]).squeeze(-1)
         likeliest[some] = found.argmax(-1) == sampled[some]
         entropy -= (found.exp() * found).nan_to_num_(0.0).sum(dtype=torch.float64)

@@ -25,8 +25,9 @@ from spec_plugin_projection.rollout import Workload, simulate  # noqa: E402
 from spec_plugin_projection.roofline import Deployment, Roofline  # noqa: E402
 from spec_plugin_projection.shapes import find_model  # noqa: E402
 
+from draft_training.acceptance import conditional_acceptance  # noqa: E402
 from spec_plugin.api.events import StepTiming  # noqa: E402
-from spec_plugin.step_cost.chances import conditional_acceptance, tokens_per_step  # noqa: E402
+from spec_plugin.step_cost.chances import tokens_per_step  # noqa: E402
 from spec_plugin.step_cost.model import CostModel  # noqa: E402
 
 HELP = """Hold the projection of `spec-plugin project` against numbers that others, or we, have measured.

@@ -66,6 +66,11 @@ class Method:
         return self.hf_config if self.draft is None else self.draft.config.to_hf()
 
     @property
+    def draws(self) -> bool:
+        """May the engine draw the draft's proposals; else they are its likeliest tokens throughout."""
+        return self.settings.get("draft_sample_method") == "probabilistic"
+
+    @property
     def newborn(self) -> bool:
         """True where the draft begins knowing nothing."""
         return self.draft is not None and self.draft.tensors is None

@@ -270,8 +270,8 @@ class EngineFront:
             file = folder / "draft.safetensors"
             save_file({name: t.detach().cpu().contiguous() for name, t in refresh.tensors.items()}, file)
             sent = {"path": str(file), "version": refresh.draft_version, "digest": refresh.digest}
-            sent |= {"names": list(refresh.tensors), "draft_temperature": refresh.draft_temperature}
-            asked = {**sent, "force": force, "hold": hold}
+            how = {"draft_temperature": refresh.draft_temperature, "force": force, "hold": hold}
+            asked = {**sent, "names": list(refresh.tensors), **how}
             reports = await self.engine.collective_rpc("spec_install_file", kwargs=asked)
         first = reports[0]
         return RefreshReport(

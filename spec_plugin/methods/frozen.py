@@ -16,6 +16,7 @@ from spec_plugin.api.hookspecs import hookimpl
 from spec_plugin.api.method import Method
 from spec_plugin.methods.checkpoints import tensor_names, vocabulary_map
 from spec_plugin.methods.damage import refuse_damaged
+from spec_plugin.methods.sample_method import draft_sample_method
 from spec_plugin.methods.served import INSTEAD
 from spec_plugin.methods.tables import common_settings, refuse_options_of_a_shape
 from spec_plugin.plan.engine_class import refuse_unreadable
@@ -61,7 +62,7 @@ class FrozenMethod:
         settings: dict[str, Any] = {
             "method": kind,
             **common_settings(config, target, all_or_nothing_k=parallel and kind != "dflash"),
-            "draft_sample_method": "greedy" if config.draft_sample_method == "auto" else config.draft_sample_method,
+            "draft_sample_method": draft_sample_method(config, target, kind),
         }
         if kind != "draft_model":
             settings["draft_load_config"] = {"load_format": "auto"}

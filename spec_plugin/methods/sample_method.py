@@ -6,7 +6,7 @@ import logging
 
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.events import TargetInfo
-from spec_plugin.plan.model_runner import Runner, runner_of
+from spec_plugin.plan.model_runner import runner_of
 from spec_plugin.plan.sources import source_of
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _CAN = {
 
 
 def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> str:
-    """What to tell vLLM of a draft that the run trains: "probabilistic" leaves both open, see ``policy.proposals``.
+    """What to tell vLLM: "probabilistic" leaves both open for a draft that the run trains, see ``policy.proposals``.
 
     Args:
         config: the options.
@@ -30,8 +30,12 @@ def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> 
     """
     if config.draft_sample_method != "auto":
         return config.draft_sample_method
+    # without training nobody measures what is accepted, and at temperature 0 it is the likeliest token alone
+    if not config.train or not float(target.sampling.get("temperature", 1.0)) > 0.0:
+        return "greedy"
     runner = runner_of({"method": method}, target.device_type)
-    if why_greedy(config, target, runner):
+    file, word = _CAN[runner.v2]
+    if word not in source_of("vllm", file):
         return "greedy"
     kept = 2 * target.max_num_seqs * config.k * (target.vocab_size or 0)
     if runner.v2 and target.device_type == "cuda" and kept > _ROOM:
@@ -42,15 +46,3 @@ def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> 
         )
         return "greedy"
     return "probabilistic"
-
-
-def why_greedy(config: SpecConfig, target: TargetInfo, runner: Runner) -> str:
-    """Why a run that may choose has to propose the draft's likeliest tokens throughout; empty: it need not."""
-    if not config.train:
-        return "nothing is trained, so that nobody measures what else would be accepted"
-    if not float(target.sampling.get("temperature", 1.0)) > 0.0:
-        return "rollouts at temperature 0 accept nothing but the likeliest token"
-    file, word = _CAN[runner.v2]
-    if word not in source_of("vllm", file):
-        return "the installed vLLM cannot sample proposals"
-    return ""

@@ -29,12 +29,11 @@ class Proposals:
     """The draft temperature that the next refresh brings to the engines."""
 
     def __init__(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
-        sampled = method.settings.get("draft_sample_method") == "probabilistic"
         self._k = config.k
         #: as a factor of the rollouts' temperature; 0: the draft's likeliest tokens
-        self.draft_temperature = 1.0 if sampled else 0.0
+        self.draft_temperature = 1.0 if method.draws else 0.0
         #: how the rollouts sample, if training is to replay drawn proposals; None: the engine makes none, or they cannot be
-        self.sampling = _sampling_of(target.sampling) if sampled else None
+        self.sampling = _sampling_of(target.sampling) if method.draws else None
         self._may_choose = self.sampling is not None and config.draft_sample_method == "auto"
         self._better = (self.draft_temperature, 0)  # one that promised more lately, and how often in a row
         self._judged = False  # was it ever by a draft that knows something

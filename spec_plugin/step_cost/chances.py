@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from draft_training.acceptance import conditional_acceptance
 from spec_plugin.api.events import RolloutStats
 
 
@@ -29,17 +30,6 @@ def constant_acceptance(length: float, k: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if tokens_per_step([middle], k) < length else (low, middle)
     return (low + high) / 2
-
-
-def conditional_acceptance(accepted_per_pos: Sequence[int], drafts: int) -> tuple[float, ...]:
-    """Chance that each position is accepted, given those before it, from vLLM's counts of accepted positions."""
-    out, reached = [], drafts
-    for accepted in accepted_per_pos:
-        if reached == 0:
-            break
-        out.append(accepted / reached)
-        reached = accepted
-    return tuple(out)
 
 
 def acceptance_of(stats: RolloutStats, past_end: bool = False) -> tuple[float, ...]:

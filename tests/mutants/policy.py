@@ -13,7 +13,7 @@ _METRICS, _TRAINER = (f"spec_plugin/policy/{name}.py" for name in ("metrics", "o
 _CONTROLLER, _PLAN, _CORRECTION, _STATES, _ACCEPTANCE = (
     f"spec_plugin/policy/break_even/{name}.py" for name in ("controller", "plan", "correction", "states", "acceptance")
 )
-_COST, _CHANCES = (f"spec_plugin/step_cost/{name}.py" for name in ("model", "chances"))
+_COST = "spec_plugin/step_cost/model.py"
 _SERVED = "spec_plugin/methods/served.py"
 _PACE = "spec_plugin/policy/pace.py"
 _STATISTICS, _CAPITAL, _EVIDENCE = (
@@ -835,7 +835,7 @@ MUTATIONS = (
         ("test_plan.py",),
     ),
     Mutation(
-        _CHANCES,
+        "draft_training/acceptance.py",
         "conditional_acceptance",
         "        out.append(accepted / reached)\n        reached = accepted",
         "        out.append(accepted / reached)",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_training import files
+from draft_training.acceptance import conditional_acceptance
 from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
 from spec_plugin.api.errors import SpecConfigError, SpecPluginError
@@ -26,7 +27,6 @@ from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, rea
 from spec_plugin.engine.vllm.offline import lines_of
 from spec_plugin.lifecycle.manager import built_in_method
 from spec_plugin.plan.refusals import read_json
-from spec_plugin.step_cost.chances import conditional_acceptance
 
 #: prompts sampled between two writes: what a kill costs at most
 _CHUNK = 64

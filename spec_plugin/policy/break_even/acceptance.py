@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from draft_training.acceptance import conditional_acceptance
 from spec_plugin.api.events import RolloutStats
 from spec_plugin.api.method import KNOWS_NOTHING
-from spec_plugin.step_cost.chances import acceptance_of, conditional_acceptance, tokens_per_step
+from spec_plugin.step_cost.chances import acceptance_of, tokens_per_step
 
 logger = logging.getLogger(__name__)
 

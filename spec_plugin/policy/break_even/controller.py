@@ -152,7 +152,7 @@ class BreakEvenController:
                 self._target.vocab_size,
                 in_chunks=self._in_chunks,
                 ranks=self._target.tensor_parallel,
-                sampled=self._method.settings.get("draft_sample_method") == "probabilistic",
+                sampled=self._method.draws,
             )
             table = tuple(k * (k == self._config.k) for k in table) if self._method.all_or_nothing_k else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)

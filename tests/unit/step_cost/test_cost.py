@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from builders.cost import compute_bound, memory_bound, model, timings
 
+from draft_training.acceptance import conditional_acceptance
 from examples.bench.control import closed_form_speedup
 from spec_plugin.api.events import StepTiming
-from spec_plugin.step_cost.chances import conditional_acceptance, constant_acceptance, tokens_per_step
+from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
 from spec_plugin.step_cost.model import CostModel
 
 
