@@ -144,7 +144,7 @@ def replay_proposals(
         of_sampled, likeliest, entropy = _policy(batch, lm_head, valid[0], sampled, sampling, cap, chunk)
         chance[-1] = likeliest * valid
     head, ids = draft.head(lm_head)
-    local = sampled if ids is None else _place_in(ids, sampled)
+    local = sampled if ids is None else _place_in(ids, sampled, lm_head.shape[0])
     reach = valid[0].to(chance.dtype).expand(ways, -1)  # of each chain, at the row that it has come to
     for j, state in enumerate(draft.states(batch, embed, steps)):
         alive = (valid[j] & (reach.amax(0) > _OVER)).nonzero().squeeze(1)
@@ -191,10 +191,11 @@ def _chance(logits: Tensor, token: Tensor, log_prob: Tensor, sampling: Sampled |
     return torch.stack(rows)
 
 
-def _place_in(ids: Tensor, tokens: Tensor) -> Tensor:
-    """Where each of the tokens stands among the draft's ids [Vd], which rise; -1: nowhere."""
-    place = torch.searchsorted(ids, tokens).clamp_max(len(ids) - 1)
-    return torch.where(ids[place] == tokens, place, torch.full_like(place, -1))
+def _place_in(ids: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """Where each of the tokens stands among the draft's ids [Vd], in whatever order these are; -1: nowhere."""
+    place = ids.new_full((vocabulary,), -1)
+    place[ids] = torch.arange(len(ids), device=ids.device)
+    return place[tokens]
 
 
 def expected_replay(chance: Tensor, valid: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

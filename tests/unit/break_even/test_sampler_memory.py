@@ -61,7 +61,9 @@ class NoKernel:
         return lambda *args, **kwargs: None
 
 
-def live_bytes(b: int, k: int, vocabulary: int, logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> int:
+def live_bytes(
+    b: int, k: int, vocabulary: int, logprobs: int | None, monkeypatch: pytest.MonkeyPatch, drawn: bool = False
+) -> int:
     for name in [name for name in vars(v1) if name.endswith("_kernel")]:
         monkeypatch.setattr(v1, name, NoKernel())
     monkeypatch.setattr(
@@ -93,7 +95,9 @@ def live_bytes(b: int, k: int, vocabulary: int, logprobs: int | None, monkeypatc
     monkeypatch.setattr(v1, "expand_batch_to_tokens", lambda x, cu, n, **_: torch.ones(n))
     with Peak(vocabulary * b) as peak, torch.inference_mode():
         logits = torch.zeros(b * (k + 1), vocabulary, dtype=torch.bfloat16)
-        sampler(drafts, None, logits, metadata)
+        kept = torch.zeros(b, k, vocabulary) if drawn else None  # by the runner, from the step that drafted
+        drawn_from = None if kept is None else torch.cat([row[:k] for row in kept], dim=0).contiguous()
+        sampler(drafts, drawn_from, logits, metadata)
     return peak.peak
 
 
@@ -102,6 +106,21 @@ def test_what_v1_has_alive_in_a_step_is_what_is_counted(b, k, monkeypatch):
     vocabulary = 1 << 14
     counted = vocabulary * (14 * b * (k + 1) + 8 * b * k + 6 * b)
     assert live_bytes(b, k, vocabulary, 0, monkeypatch) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(("b", "k"), [(4, 3), (3, 8)])
+def test_what_v1_keeps_of_drawn_proposals_is_counted(b, k, monkeypatch):
+    vocabulary = 1 << 14
+    counted = vocabulary * (14 * b * (k + 1) + 16 * b * k + 6 * b)
+    assert live_bytes(b, k, vocabulary, 0, monkeypatch, drawn=True) == pytest.approx(counted, rel=0.01)
+
+
+def test_a_table_leaves_room_for_what_proposals_were_drawn_from():
+    """1024 requests, a vocabulary of 152k, V1: what fits by the byte with greedy proposals does not with drawn ones."""
+    table = (0,) + (8,) * 1024
+    greedy, drawn = (sampler_memory.fit_sampler_memory(table, 152_064, sampled=sampled) for sampled in (False, True))
+    assert all(k <= most for k, most in zip(drawn, greedy, strict=True)) and sum(drawn) < sum(greedy)
+    assert drawn[64] == 8, "small batches draft as much"
 
 
 def test_what_the_profile_of_v1_has_seen_is_no_less_than_what_is_counted(monkeypatch):

@@ -164,6 +164,17 @@ def test_sums_of_batches_are_those_of_both_and_nothing_promises_nothing() -> Non
     assert nothing.mean_entropy == 0.0
 
 
+def test_a_given_drafts_vocabulary_may_stand_in_any_order() -> None:
+    policy, learnt = _world(1.5, 0.7)
+    batch = pack(_sampled(policy, Sampled(), 8, 64))
+    found = []
+    for ids in (torch.tensor([0, 2, 3, 5, 9, 11]), torch.tensor([9, 2, 11, 0, 5, 3])):
+        draft = MarkovDraft(learnt[:, ids], ids)
+        how = {"steps": STEPS, "sampling": Sampled()}
+        found.append(replay_proposals(draft, batch, torch.zeros(V, 1), policy.T.contiguous(), **how).pack())
+    assert torch.allclose(*found)
+
+
 def test_chains_that_are_as_good_as_over_cost_no_logits() -> None:
     policy, _ = _world(1.0, 0.0)
     useless = torch.full((V, V), -60.0)
