@@ -104,6 +104,16 @@ def spec_slowdown_without_drafts(stats: RolloutStats) -> float | None:
     """
 
 
+@hookspec(firstresult=True)
+def spec_can_pay() -> bool | None:
+    """(A) After ``spec_rollout_end``: may drafts come to pay, by this rollout or by one soon.
+
+    Returns:
+        False: until you are asked behind the next rollout nothing is harvested, trained, refreshed or drafted; True; or None for
+        "no opinion", which leaves it to the next plugin.
+    """
+
+
 @hookspec
 def spec_target_forward(hidden: HiddenStates) -> None:
     """(A) A forward pass that the trainer ran anyway has been harvested. Copy what you keep: the tensors may be reused."""

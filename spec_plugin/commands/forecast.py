@@ -17,6 +17,7 @@ from spec_plugin.commands.graphs import NEVER_RUN, graphs_of
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.recurrent_states import check_states
 from spec_plugin.lifecycle.manager import built_in_method, create_manager, method_of
+from spec_plugin.methods.sample_method import kept_logits
 from spec_plugin.plan.engine_class import architectures, engine_class, keeps_states
 from spec_plugin.plan.hub import DraftNotHereError, draft_folder
 from spec_plugin.plan.model_runner import runner_of
@@ -203,7 +204,12 @@ def _engine_memory(run: RunFacts, method: Method) -> str:
     counts = (text_part(hf or {}).get("num_hidden_layers") for hf in (method.draft_config, run.target.hf_config))
     layers, beside = (count if isinstance(count, int) else "some" for count in counts)
     more = "1 layer" if own or layers == 1 else f"{layers} layers"
-    return f"{_size(size)} of weights{split}, and the KV cache of {more} beside the target's {beside}"
+    drawn = ""
+    if method.draws and (kept := kept_logits(run.spec, run.target)):
+        v2 = runner_of(method.settings, device_type()).v2
+        much = f"{_size(kept)}" if v2 else f"up to {_size(4 * kept)}, or fewer drafted tokens where that has no room,"
+        drawn = f"; {much} for what drafted tokens are drawn from"
+    return f"{_size(size)} of weights{split}, and the KV cache of {more} beside the target's {beside}{drawn}"
 
 
 def _size(of_bytes: int) -> str:

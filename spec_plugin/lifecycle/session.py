@@ -69,6 +69,8 @@ class SpecSession:
         self.ledger = Ledger()
         #: do rollouts end behind the trainer's own work, so that drafts would save nothing; on every rank after ``agree``
         self.hidden = False
+        #: can no draft come to pay: by the controller, on the rank that asks it; and on every rank after ``agree``
+        self.no_outlook = self.hopeless = False
         self.recovering = False  # in the plain phase of a fresh start, until the next weight sync
         self.follows = False  # has speculation failed here only because it failed on another rank
         self.engines: EngineSchedule | None = None  # what they have confirmed; None: nobody asked for any
@@ -187,7 +189,7 @@ class SpecSession:
     def recover(self) -> None:
         """All ranks have agreed to begin anew (on every rank)."""
         self._recoveries += 1
-        self.recovering = True
+        self.recovering, self.no_outlook = True, False
         with self.guarded(Reason.OTHER_TROUBLE, "recover"):
             self.manager.hook.spec_recover()
 
@@ -264,7 +266,12 @@ class SpecSession:
         """Why the coming rollout is plain whatever the controller would choose; None where it chooses."""
         if self.recovering:
             return Reason.FRESH_START
-        return Reason.NOT_WAITED_FOR if self.hidden else None
+        return Reason.NOT_WAITED_FOR if self.hidden else Reason.NO_OUTLOOK if self.hopeless else None
+
+    @property
+    def idle(self) -> bool:
+        """Is there no draft work in this step, neither harvest nor training nor a refresh; on every rank after ``agree``."""
+        return self.hidden or self.hopeless
 
     def rollout_end(self, stats: RolloutStats) -> None:
         """Generation of one step is complete: hand its counters to the plugins, and enter what it has earned."""
@@ -274,6 +281,11 @@ class SpecSession:
         slowdown = self._slowdown(max(engines, key=lambda engine: engine.busy_seconds))
         with self.guarded(Reason.SCHEDULE, "what drafts have saved"):
             self.ledger.rolled_out(stats, slowdown)
+        self.no_outlook = False
+        if not self.failed:
+            with self.guarded(Reason.SCHEDULE, "whether drafts can pay"):
+                answer = self.manager.hook.spec_can_pay()
+                self.no_outlook = answer is not None and not expect_instance(answer, bool, "spec_can_pay")
 
     def _slowdown(self, stats: RolloutStats) -> float | None:
         """How many times as long an engine's steps would have taken without drafts; None where no plugin knows."""
@@ -313,7 +325,7 @@ class SpecSession:
             with self.guarded(Reason.REFRESH, "weight sync"):
                 self.manager.hook.spec_weight_sync(event=event)
                 # engines that sleep at level 2 have lost theirs
-                if not self.hidden or self.config.sleep_level > 1:
+                if not self.idle or self.config.sleep_level > 1:
                     answer = self.manager.hook.spec_draft_weights(event=event)
                     refresh = None if answer is None else expect_instance(answer, DraftRefresh, "spec_draft_weights")
         return refresh

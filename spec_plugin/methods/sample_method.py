@@ -20,6 +20,11 @@ _CAN = {
 }
 
 
+def kept_logits(config: SpecConfig, target: TargetInfo) -> int:
+    """Bytes that vLLM's V2 model runner takes at its start on each card for what proposals are drawn from."""
+    return 2 * target.max_num_seqs * config.k * (target.vocab_size or 0)
+
+
 def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> str:
     """What to tell vLLM: "probabilistic" leaves both open for a draft that the run trains, see ``policy.proposals``.
 
@@ -37,8 +42,8 @@ def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> 
     file, word = _CAN[runner.v2]
     if word not in source_of("vllm", file):
         return "greedy"
-    kept = 2 * target.max_num_seqs * config.k * (target.vocab_size or 0)
-    if runner.v2 and target.device_type == "cuda" and kept > _ROOM:
+    kept = kept_logits(config, target) if runner.v2 else 0
+    if target.device_type == "cuda" and kept > _ROOM:
         logger.warning(
             "spec-plugin: the draft proposes its likeliest tokens throughout: to draw them vLLM would keep the logits of %d "
             "tokens of each of %d requests, %.1f GiB on each card. A lower max_num_seqs or spec.k leaves it open",

@@ -55,4 +55,6 @@ class MetricsSink:
         out["spec/harvest_ms"] = self._harvest_ms
         out["spec/harvest_tokens"] = float(self._harvest_tokens)
         self._harvest_ms, self._harvest_tokens = 0.0, 0
+        if "spec/refresh_ms" in self._values:  # a step without a refresh has had none
+            self._values["spec/refresh_ms"] = 0.0
         return out

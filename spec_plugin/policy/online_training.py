@@ -225,18 +225,19 @@ class DraftTraining:
         """Loss, predicted acceptance and cost of the last slice."""
         if self._slice is None or self._buffer is None or self._trainer is None:
             return {}
-        report = self._held_out.report
+        report, done = self._held_out.report, self._slice
+        self._slice = replace(done, seconds=0.0, steps=0)  # a step without draft training has had none
         of_text: dict[str, float] = {}
         if report is not None and self._proposals.sampling is not None:
             of_text["spec/entropy"] = report.proposals.mean_entropy
             of_text["spec/ceiling"] = tokens_per_step((*report.proposals.ceiling, 0.0), self._config.k)
         return of_text | {
-            "spec/draft_loss": self._slice.loss,
+            "spec/draft_loss": done.loss,
             "spec/draft_temperature": self._proposals.draft_temperature,
             "spec/expected_acceptance": report.acceptance_length if report else 1.0,
-            "spec/train_ms": self._slice.seconds * 1e3,
+            "spec/train_ms": done.seconds * 1e3,
             "spec/train_share": self._config.train_share * self._pace.share,
-            "spec/train_steps": float(self._slice.steps),
+            "spec/train_steps": float(done.steps),
             "spec/buffer_tokens": float(self._buffer.tokens),
         }
 

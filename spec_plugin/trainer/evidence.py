@@ -118,7 +118,7 @@ class EvidenceTap:
         chosen: list[tuple[int, Tensor]] = []
         with ExitStack() as attached:
             harvest, session = self._harvest, self._session
-            if harvest is not None and harvest.in_pass and not (session.failed or session.hidden):
+            if harvest is not None and harvest.in_pass and not (session.failed or session.idle):
                 with self._harmless():
                     ids, masks = documents()
                     chosen = self._choose(masks)

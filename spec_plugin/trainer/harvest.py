@@ -240,7 +240,7 @@ class RolloutHarvest:
         self._build()
         self.in_pass = True
         self._run.agree()
-        wanted = self._taps is not None and not self.session.failed and not self.session.hidden
+        wanted = self._taps is not None and not self.session.failed and not self.session.idle
         usual = self.session.config.harvest_tokens
         before = int(most_of_any_rank(float(self.plan.passed)))
         self.plan.open((usual if self._opened else max(usual, self._held_at_most())) if wanted else 0, before or None)

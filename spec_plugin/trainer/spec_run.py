@@ -189,12 +189,13 @@ class SpecRun:
         """
         session, first, was_hidden = self.session, self.engines is not None, self.session.hidden
         hidden = first and session.ledger.hidden and session.config.serve == "auto"
-        own = first and session.speculating, self.lags, session.failed and not session.follows, hidden, failed_before
+        own = first and session.speculating, self.lags, session.failed and not session.follows, failed_before
         try:
-            drafted, self.lags, failed, session.hidden, failed_before = on_any_rank(*own)
+            found = on_any_rank(*own, hidden, first and session.no_outlook)
         except RanksPartedError as error:
             session.fail(Reason.OTHER_TROUBLE, error, for_good=True, doing="the ranks' agreement")
             return False
+        drafted, self.lags, failed, failed_before, session.hidden, session.hopeless = found
         if first and hidden is not was_hidden:
             logger.info(
                 "spec-plugin: policy version %d: the trainer %s",
@@ -362,13 +363,13 @@ class SpecRun:
         self._asked = self._asked and not self.lags  # else the engines have said all of this phase
         self._ahead += 1
         session, share = self.session, self.session.config.train_share
-        wanted, head_start = 0.0 if session.hidden else session.head_start(), 0.0
+        wanted, head_start = 0.0 if session.idle else session.head_start(), 0.0
         self.agree()  # behind it: who failed there takes no part in the slice
         with session.guarded(Reason.TRAINING, "head start"):
             head_start = most_of_any_rank(wanted)
         step_seconds = self._slices.step_seconds()
         with session.ledger.spending():
-            if not session.hidden:
+            if not session.idle:
                 session.train_draft(step, share / (1.0 - share) * step_seconds + head_start)
         self._slices.restart()
         session.ledger.close()

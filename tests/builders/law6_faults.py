@@ -80,6 +80,7 @@ _NAN = math.nan
 WITH_NAN: dict[str, Any] = {
     "memory.recall": [_NAN],
     "spec_head_start": _NAN,
+    "spec_can_pay": _NAN,
     "spec_slowdown_without_drafts": _NAN,
     "spec_draft_weights": _NAN,
     "spec_schedule": Schedule((_NAN,) * (TARGET.max_num_seqs + 1)),  # type: ignore[arg-type]

@@ -10,8 +10,9 @@ _GUARD, _EXACT, _REFERENCE, _RULES, _EXCEEDANCE, _WINDOWS = (
 )
 _ROWS = "spec_plugin/policy/provenance/rows.py"
 _METRICS, _TRAINER = (f"spec_plugin/policy/{name}.py" for name in ("metrics", "online_training"))
-_CONTROLLER, _PLAN, _CORRECTION, _STATES, _ACCEPTANCE = (
-    f"spec_plugin/policy/break_even/{name}.py" for name in ("controller", "plan", "correction", "states", "acceptance")
+_CONTROLLER, _PLAN, _CORRECTION, _STATES, _ACCEPTANCE, _OUTLOOK = (
+    f"spec_plugin/policy/break_even/{name}.py"
+    for name in ("controller", "plan", "correction", "states", "acceptance", "outlook")
 )
 _COST = "spec_plugin/step_cost/model.py"
 _SERVED = "spec_plugin/methods/served.py"
@@ -685,8 +686,8 @@ MUTATIONS = (
     Mutation(
         _METRICS,
         "MetricsSink.spec_metrics",
-        "        self._harvest_ms, self._harvest_tokens = 0.0, 0\n        return out",
-        "        return out",
+        "        self._harvest_ms, self._harvest_tokens = 0.0, 0\n        if",
+        "        if",
         "the harvest of all steps is reported as this one's",
         ("test_metrics.py",),
     ),
@@ -769,6 +770,54 @@ MUTATIONS = (
         "left = config.head_start * self._plain_seconds",
         "law 7: the head start is granted anew in each step",
         ("test_controller.py",),
+    ),
+    Mutation(
+        _OUTLOOK,
+        "Outlook.rolled_out",
+        "self._rested + 1 if self.rests else 0",
+        "0",
+        "law 7: a draft that has no outlook is never looked at again",
+        ("test_outlook.py",),
+    ),
+    Mutation(
+        _OUTLOOK,
+        "Outlook.rolled_out",
+        "not tried or pays(curve) or",
+        "pays(curve) or",
+        "law 7: a draft is given up on training's word, before any engine has tried it",
+        ("test_outlook.py",),
+    ),
+    Mutation(
+        _OUTLOOK,
+        "Outlook.rolled_out",
+        "pays(curve) or pays(self.hoped(curve))",
+        "pays(self.hoped(curve))",
+        "law 7: a draft that pays, for once the policy has changed, stays unused",
+        ("test_outlook.py",),
+    ),
+    Mutation(
+        _OUTLOOK,
+        "Outlook.hoped_gain",
+        "(_TEXTS - 0.75) * max(0.0, a_text)",
+        "0.0",
+        "law 7: a draft that still learns is given up",
+        ("test_outlook.py",),
+    ),
+    Mutation(
+        _CONTROLLER,
+        "BreakEvenController._look_ahead",
+        "serves = self.states.now is Speculation.SERVING or (self.states.serves and not rested)",
+        "serves = False",
+        "law 7: training of a draft that is served rests",
+        ("test_outlook.py",),
+    ),
+    Mutation(
+        "spec_plugin/lifecycle/session.py",
+        "SpecSession.idle",
+        "return self.hidden or self.hopeless",
+        "return self.hidden",
+        "law 7: a draft that no rollout can use is trained to the end of the run",
+        ("test_control_phases.py", "test_harvest_budget.py"),
     ),
     Mutation(
         _STATES,

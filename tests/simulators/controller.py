@@ -28,6 +28,7 @@ from spec_plugin.api.events import (
     DraftRefresh,
     RefreshReport,
     RolloutStats,
+    Schedule,
     SelfTestReport,
     StepPair,
     StepTiming,
@@ -51,6 +52,9 @@ _PHASE, _STEP = 0.3, 0.1
 _QUIET_S, _BUSY_S, _BUSY = 60.0, 12.0, 2.0
 #: a phase whose best table of k is faster than plain by less than this is nothing to miss
 _WORTH = 1.1
+
+#: log-scale of what a measurement of the draft on a thousand tokens is off by
+_JUDGED = 0.05
 
 Chances = Callable[[int], tuple[float, ...]]
 
@@ -87,6 +91,7 @@ class Truth:
     name: str
     chances: Chances  # of each position, by phase
     trains: bool = True  # does the draft learn, and promise something
+    learns: bool = False  # are its chances by phases of draft training, not by phases
     engine: Engine = Engine()
     k: int = K  # most tokens drafted in a step
     requests: int = REQUESTS
@@ -100,6 +105,8 @@ class Truth:
     whole: bool = False
     at_most: float = 1.03  # what a whole run may take of what it takes without drafts
     told_at_most: float = 1.1  # the same time as the controller tells it, over the true one
+    waits: int = 10  # phases in a row, at most, in which a draft that would pay by a tenth is not served
+    works: float | None = None  # share of the second half's phases with draft work, at most
     #: of ``make guards``, at most: a long phase takes long here, too
     runs: int | None = None
     phases: int | None = None
@@ -119,6 +126,8 @@ class Outcome:
     waited: int  # most phases in a row that were missed
     paired: float  # share of the steps that were plain only to be compared
     told: float  # seconds without drafts as the controller tells them, over the true ones
+    worked: float  # share of the phases with draft work
+    work_late: float  # the same, of the second half
 
 
 class Machine:
@@ -281,22 +290,25 @@ def run(truth: Truth, seed: int, phases: int) -> Outcome:
     controller, machine, pairs = _controller(truth, rng), Machine(rng), PairedSteps()
     optimism = math.exp(0.1 * rng.normal())
     ran: list[Phase] = []
+    worked: list[bool] = []  # of each phase: is there draft work behind its rollout, and before the next one
     for version in range(phases):
         machine.begin()
-        chances = truth.chances(version)
-        if truth.trains:
-            promised = tuple(min(1.0, c * optimism) for c in chances) if version else ()
+        chances, works = truth.chances(sum(worked) if truth.learns else version), not worked or worked[-1]
+        if truth.trains and works:
+            judged = [math.exp(_JUDGED * rng.normal()) * optimism for _ in chances]
+            promised = tuple(min(1.0, c * by) for c, by in zip(chances, judged, strict=True)) if version else ()
             refresh = DraftRefresh(version, version, {}, "", promised)
             controller.spec_refreshed(refresh, RefreshReport(True, version, "", 1.0))
-        schedule = controller.spec_schedule(version)
+        schedule = controller.spec_schedule(version) if works else Schedule((0,) * (truth.requests + 1))
         phase, table = Phase(rng, truth, chances), list(schedule.table)
         pairs.follow(schedule.plain_share)
         phase.run(machine, pairs, table, DraftCutoff(table, schedule.break_even))
         stats = phase.stats(version, pairs.take())
         controller.spec_rollout_end(stats)
+        worked.append(controller.spec_can_pay())
         phase.told = phase.true * (controller.spec_slowdown_without_drafts(stats) or 1.0)
         ran.append(phase)
-    return _outcome(ran)
+    return _outcome(ran, worked)
 
 
 def _controller(truth: Truth, rng: np.random.Generator) -> BreakEvenController:
@@ -318,7 +330,7 @@ def _controller(truth: Truth, rng: np.random.Generator) -> BreakEvenController:
     return controller
 
 
-def _outcome(ran: Sequence[Phase]) -> Outcome:
+def _outcome(ran: Sequence[Phase], worked: Sequence[bool]) -> Outcome:
     took, plain, best = (np.array([getattr(p, name) for p in ran]) for name in ("true", "plain", "best"))
     worth = plain > _WORTH * best
     drafted = np.array([p.drafted > 0 for p in ran])
@@ -343,6 +355,8 @@ def _outcome(ran: Sequence[Phase]) -> Outcome:
         waited=longest,
         paired=sum(p.compared for p in ran) / max(1, steps),
         told=sum(p.told for p in ran) / float(plain.sum()),
+        worked=float(np.mean(worked)),
+        work_late=float(np.mean(worked[len(worked) // 2 :])),
     )
 
 
@@ -356,16 +370,27 @@ def turns(version: int, before: float, after: float) -> tuple[float, ...]:
     return always(version, before if version < 100 else after)
 
 
-def learns(version: int, k: int = K) -> tuple[float, ...]:
+def learns(version: int, k: int = K, within: float = 5.0, to: float = 0.75) -> tuple[float, ...]:
     """The same of one that learns, most of it in ten phases."""
-    return always(version, 0.75 * (1 - math.exp(-(version + 1) / 5)), k)
+    return always(version, to * (1 - math.exp(-(version + 1) / within)), k)
 
 
 TRUTHS: Sequence[Truth] = (
     Truth("learns to 0.75 in ten phases", learns, at_most=0.75),
-    Truth("never learns: 0.1", partial(always, chance=0.1)),
+    Truth("never learns: 0.1", partial(always, chance=0.1), works=0.1),
+    Truth("learns to 0.75 in sixty phases of training", partial(learns, within=30.0), learns=True, at_most=0.85),
+    Truth("learns to 0.6 in 160 phases of training", partial(learns, within=80.0, to=0.6), learns=True, at_most=1.0),
+    Truth("learns to 0.25 in forty, too little to pay", partial(learns, within=20.0, to=0.25), learns=True),
+    Truth(
+        "good, on an engine that no draft can make faster",
+        partial(always, chance=0.75),
+        engine=Engine(least=1e-3, token=1e-3, beside=0),
+        works=0.1,
+    ),
     Truth("good until phase 100, stale from then on", partial(turns, before=0.75, after=0.1), at_most=0.9),
-    Truth("stale until phase 100, good from then on", partial(turns, before=0.1, after=0.75), at_most=0.9),
+    Truth(
+        "stale until phase 100, good from then on", partial(turns, before=0.1, after=0.75), at_most=0.9, waits=30
+    ),
     Truth("brought, good: 0.75, never trained", partial(always, chance=0.75), trains=False, at_most=0.7),
     Truth("brought, useless: 0.1, never trained", partial(always, chance=0.1), trains=False),
     Truth(

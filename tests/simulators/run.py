@@ -227,10 +227,6 @@ def _selftest(index: int | None, everywhere: bool, alpha: float, wide: bool, see
     return selftest.run(seed, mistake, everywhere, alpha, wide)
 
 
-#: most phases in a row in which a draft that would pay by a tenth is not served
-_MOST_WAITED = 10
-
-
 def controllers(
     mapped: Map, runs: int, phases: int, truths: Sequence[controller.Truth] = (*controller.TRUTHS, *controller.AT_SCALE)
 ) -> Shown:
@@ -249,6 +245,7 @@ def controllers(
             "most of those in a row",
             "phases more than 3 % slower than plain",
             "steps plain only to be compared",
+            "phases with draft work",
         ),
     )
     for truth in truths:
@@ -259,7 +256,8 @@ def controllers(
         counts = (_median_and_most([getattr(o, name) for o in found], ".0f") for name in ("missed", "waited", "slower"))
         worth = f"{statistics.median(o.worth for o in found):.0f}"
         paired = _median_and_most([o.paired for o in found], ".1%")
-        out.rows.append((truth.name, str(of), str(long), *seconds, worth, *counts, paired))
+        worked = _median_and_most([o.worked for o in found], ".0%") if truth.trains else ""
+        out.rows.append((truth.name, str(of), str(long), *seconds, worth, *counts, paired, worked))
         told = [o.told for o in found]
         out.hold(
             min(told) >= 0.85 and max(told) <= truth.told_at_most,
@@ -271,7 +269,13 @@ def controllers(
             f"{truth.name}: a run took {took:.3f} of a plain one, at most {truth.at_most} is stated",
         )
         out.hold(
-            waited <= _MOST_WAITED, f"{truth.name}: {waited} phases missed in a row, at most {_MOST_WAITED} are stated"
+            waited <= truth.waits,
+            f"{truth.name}: {waited} phases missed in a row, at most {truth.waits} are stated",
+        )
+        late = max(o.work_late for o in found)
+        out.hold(
+            truth.works is None or late <= truth.works,
+            f"{truth.name}: draft work in {late:.0%} of the second half, at most {truth.works} is stated",
         )
     return out
 

@@ -29,6 +29,7 @@ from spec_plugin.plan.text_files import write_whole
 from spec_plugin.policy.break_even import plan
 from spec_plugin.policy.break_even.acceptance import AcceptanceEstimate
 from spec_plugin.policy.break_even.correction import Correction
+from spec_plugin.policy.break_even.outlook import Outlook
 from spec_plugin.policy.break_even.plan import Plan
 from spec_plugin.policy.break_even.states import States
 from spec_plugin.policy.sampler_memory import fit_sampler_memory
@@ -59,6 +60,7 @@ class BreakEvenController:
         self._config = SpecConfig.parse({})
         self.cost = CostModel()
         self.correction, self.states = Correction(self.cost), States()
+        self.outlook = Outlook(self._config.k)
         self._corrected_now: Corrected | None = None  # None: something was learnt since it was last asked for
         self.acceptance_estimate = AcceptanceEstimate()
         self._calibration: tuple[StepTiming, ...] = ()
@@ -78,6 +80,7 @@ class BreakEvenController:
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
         """Nothing is measured yet."""
         self._config, self._target, self._method = config, target, method
+        self.outlook = Outlook(config.k)
         self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
         self._stateful = keeps_states(target.hf_config)
         self.correction, self._corrected_now = Correction(self.cost, whole_rollouts=self._stateful), None
@@ -112,6 +115,7 @@ class BreakEvenController:
             if refresh.draft_temperature != self._draft_temperature:  # what was measured is of other proposals
                 self._draft_temperature, self.acceptance_estimate = refresh.draft_temperature, AcceptanceEstimate()
             self.acceptance_estimate.predicted(refresh.expected_chances)
+            self._measured()
 
     @hookimpl
     def spec_rollout_end(self, stats: RolloutStats) -> None:
@@ -136,6 +140,43 @@ class BreakEvenController:
         self.states.rolled_out(drafted, self._dropped)
         if self._dropped:
             self._plan = plan.no_drafts(self._target.max_num_seqs)
+        self._look_ahead(drafted, stats.policy_version)
+
+    def _measured(self) -> None:
+        if self.acceptance_curve is not None:
+            self.outlook.measured(self.acceptance_curve)
+
+    def _look_ahead(self, drafted: bool, policy_version: int) -> None:
+        """May drafts come to pay, behind a rollout; said where that changes, not at each look."""
+        if drafted:
+            self._measured()
+        config, rested = self._config, self.outlook.resting
+        trains = config.serve == "auto" and config.train and self._method.draft is not None
+        # a try during a look is no change of mind by itself
+        serves = self.states.now is Speculation.SERVING or (self.states.serves and not rested)
+        if not trains or serves or self.cost.problem is not None:
+            self.outlook.served()
+        else:
+            self.outlook.rolled_out(self.acceptance_curve, self._would_pay, self.states.tried)
+        if self.outlook.resting is not rested:
+            makes = tokens_per_step(self.acceptance_curve or (), config.k)
+            logger.info(
+                "spec-plugin: policy version %d: %s",
+                policy_version,
+                f"draft training, harvest and refreshes {self.outlook.why(makes)}"
+                if self.outlook.resting
+                else "drafts may pay again, draft training goes on",
+            )
+
+    def _would_pay(self, curve: Sequence[float]) -> bool:
+        """Would a draft of these chances, at the batch sizes that ran lately."""
+        nothing = plan.no_drafts(self._target.max_num_seqs).table
+        return plan.best(self._corrected, curve, self._load, nothing, self._ks(self._config.k)).speculates
+
+    @hookimpl
+    def spec_can_pay(self) -> bool:
+        """Whether drafts may come to pay, at the batch sizes that run and by what the draft has learnt so far."""
+        return not self.outlook.rests
 
     @property
     def acceptance_curve(self) -> tuple[float, ...] | None:

@@ -53,7 +53,7 @@ def test_every_hook_of_a_session_is_recorded_and_nothing_fails(tmp_path):
     from spec_plugin.api import hookspecs
 
     hooks = {e["hook"] for e in trace if e["hook"].startswith("spec_")}
-    asked = {"spec_head_start", "spec_slowdown_without_drafts"}
+    asked = {"spec_can_pay", "spec_head_start", "spec_slowdown_without_drafts"}
     assert hooks == {n for n in vars(hookspecs) if n.startswith("spec_")} - asked, "no adapter has a part in these"
     assert [e["published"] is not None for e in trace if e["hook"] == "spec_draft_weights"] == [True]
     for check in judge.events_of(trace, "spec_check_logprobs"):

@@ -53,6 +53,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "spec_draft_weights": (OFF, ON, OFF),
     "spec_schedule": (OFF, ON, OFF),
     "spec_head_start": (OFF, ON, OFF),
+    "spec_can_pay": (OFF, ON, OFF),
     "spec_slowdown_without_drafts": (ON, ON, ON),  # what is no number is left out of the log
     # what is no hook: the method's memory, and the kit's ear
     "memory.keep": (ON, ON, ON),

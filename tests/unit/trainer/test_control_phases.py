@@ -286,6 +286,31 @@ def test_where_the_trainer_does_not_wait_for_rollouts_nothing_is_drafted_trained
     assert ("waits for rollouts again" in caplog.text) is not goes_on
 
 
+def test_where_no_draft_can_come_to_pay_nothing_is_drafted_trained_or_refreshed_and_a_look_is_a_whole_step():
+    engines, answers = Engines(), iter([False, False, True, False])
+    control, plugin = made(engines)
+    plugin.table, plugin.draft_version = SMALL_BATCHES, 1
+
+    class Says:
+        @hookimpl(tryfirst=True)
+        def spec_can_pay(self) -> bool:
+            return next(answers)
+
+    control.session.manager.register(Says())
+    installs, slices = [], []
+    for version in range(4):
+        phase(control, version)
+        drafted = control.session.speculating
+        asyncio.run(control.rollouts_end())
+        trained(control, version)
+        installs.append(len(engines.installs))
+        slices.append(len(plugin.seconds))
+        reason = control.session.metrics()["spec/reason"]
+        assert (reason == Reason.NO_OUTLOOK) is (version != 2)
+        assert drafted is (version in (0, 3)), version
+    assert installs == [1, 1, 1, 2] and slices == [0, 0, 1, 1], "trained behind one rollout, sent before the next"
+
+
 def test_engines_that_dropped_their_draft_get_one_also_where_nobody_waits_for_rollouts():
     engines = Engines()
     control, _ = made(engines, sleep_level=2)

@@ -142,11 +142,12 @@ def test_nothing_is_harvested_while_the_harvest_is_shut(how):
     assert actor.heard.lengths == [] and not actor.session.failed
 
 
-def test_nobody_harvests_where_the_trainer_does_not_wait_for_rollouts(monkeypatch):
+@pytest.mark.parametrize("why", ["hidden", "hopeless"])
+def test_nobody_harvests_where_drafts_would_be_of_no_use(why, monkeypatch):
     actor = Actor()
     monkeypatch.setattr(SpecRun, "agree", lambda run: None)
-    for hidden, lengths in ((True, []), (False, [(12,)])):
-        actor.session.hidden = hidden
+    for idle, lengths in ((True, []), (False, [(12,)])):
+        setattr(actor.session, why, idle)
         actor.harvest.open()
         actor.runs(12)
         assert actor.heard.lengths == lengths
