@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RefreshReport,
         RolloutStats,
         Schedule,
+        SelfTestPart,
         SelfTestReport,
         TargetInfo,
     )

@@ -13,6 +13,7 @@ from openrlhf.trainer.ray import vllm_engine
 from spec_plugin.adapter import (
     PARTS,
     EngineFront,
+    SelfTestPart,
     SelfTestReport,
     SleepState,
     SpecConfig,
@@ -96,10 +97,12 @@ class SpecRolloutRayActor(SpecEngineMethods, undecorated(vllm_engine.RolloutRayA
     def _spec_woken(self, *parts: str) -> AbstractAsyncContextManager[None]:
         return self._spec_sleep.awake(parts, self.wake_up, self.sleep)
 
-    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+    async def spec_self_test(
+        self, seconds: float, engines: int = 1, part: SelfTestPart = SelfTestPart.ALL
+    ) -> SelfTestReport:
         """The self-test on this engine (law 2)."""
         async with self._spec_woken(*PARTS), self._spec_running():
-            return await super().spec_self_test(seconds, engines)
+            return await super().spec_self_test(seconds, engines, part)
 
     async def pause_generation(self) -> None:
         """OpenRLHF's, around a weight sync with partial rollouts; it is known how far each request has come."""

@@ -18,6 +18,7 @@ from spec_plugin.adapter import (
     EngineSchedule,
     LosslessError,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
     SpecConfigError,
     SpecEngineMethods,
@@ -154,7 +155,9 @@ class Gate(SpecEngineMethods):
         self._spec_gone, self._spec_problem = syncs, problem
         return self._spec_front.schedule
 
-    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+    async def spec_self_test(
+        self, seconds: float, engines: int = 1, part: SelfTestPart = SelfTestPart.ALL
+    ) -> SelfTestReport:
         """The self-test on this engine (law 2); one that is paused between two phases runs for it.
 
         Where the gate has opened without the actor nothing is tested, and so nothing proven.
@@ -172,7 +175,7 @@ class Gate(SpecEngineMethods):
         if paused:
             await self.engine.resume_generation()
         try:
-            return await super().spec_self_test(seconds, engines)
+            return await super().spec_self_test(seconds, engines, part)
         finally:
             self._spec_testing = False
             if paused:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from draft_training.outside import is_size, text_part
@@ -392,6 +392,14 @@ class Check:
 
 #: steps of one kind that say what such a step takes
 _COUNTS = 8
+
+
+class SelfTestPart(Enum):
+    """Which part of the self-test, and the share of ``spec.self_test_seconds`` that it takes."""
+
+    ALL = 1.0
+    START = 0.25  # before anything is drafted: greedy tokens, and what steps cost
+    DRAFTS = 0.75  # before a draft is served: all but what steps cost
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,10 @@ class Reason(_Code):
     OTHER_TROUBLE = 27, "trouble elsewhere"
     OTHER_RANK = 28, "trouble on another rank"
     NOT_WAITED_FOR = 30, "the trainer does not wait for rollouts: they end behind its own work, with drafts or without"
-    NO_OUTLOOK = 31, "no draft can come to pay at the batch sizes that run: none is trained, but for a look now and then"
+    NO_OUTLOOK = (
+        31,
+        "no draft can come to pay at the batch sizes that run: none is trained, but for a look now and then",
+    )
 
     @property
     def work(self) -> str:

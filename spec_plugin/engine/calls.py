@@ -12,6 +12,7 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
 )
 from spec_plugin.api.rollouts import Rollout
@@ -43,10 +44,12 @@ class SpecEngineMethods:
         """Install k per batch size for the coming phase; returns what is then in force."""
         return await self._spec_front.set_schedule(schedule)
 
-    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
-        """The self-test on this engine, one of so many (law 2)."""
+    async def spec_self_test(
+        self, seconds: float, engines: int = 1, part: SelfTestPart = SelfTestPart.ALL
+    ) -> SelfTestReport:
+        """The self-test on this engine, one of so many, or a part of it (law 2)."""
         async with self._spec_woken(*PARTS):
-            return await self._spec_front.self_test(seconds, engines)
+            return await self._spec_front.self_test(seconds, engines, part)
 
     async def spec_start_phase(self, policy_version: int) -> None:
         """Reset the counters and the clock: a rollout phase begins."""

@@ -20,6 +20,7 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
 )
 from spec_plugin.api.spans import Span
@@ -308,12 +309,15 @@ class EngineFront:
         """True if at least one request is in flight."""
         return self._tracker.in_flight > 0
 
-    async def self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+    async def self_test(
+        self, seconds: float, engines: int = 1, part: SelfTestPart = SelfTestPart.ALL
+    ) -> SelfTestReport:
         """The start-up self-test on this engine (law 2); four times as long where less would prove nothing.
 
         Args:
             seconds: that it takes.
             engines: that are tested in this run, which share its chance of a false alarm.
+            part: of it; of the seconds, too.
         """
         config, target = self.session.config, self.session.target
         vocab_size = target.vocab_size
@@ -327,8 +331,9 @@ class EngineFront:
             k=config.k,
             vocab_size=vocab_size,
             alpha=_FALSE_ALARM / engines,
-            seconds=seconds,
+            seconds=part.value * seconds,
             limit=PATIENCE * seconds,
+            part=part,
             max_num_seqs=target.max_num_seqs,
             whole=self.session.method.all_or_nothing_k,
             adapter=await self._served_adapter(),

@@ -32,6 +32,8 @@ _MEMORY_STEPS, _MEMORY_PHASES = 64, 8
 _STEPS_OF_A_PHASE, _PRIOR_STEPS = 8, 8
 #: a drafted step that is measured below this share of a plain one cannot be right
 _IMPLAUSIBLE = 0.5
+#: factor by which the start-up may be off for all k alike
+_OFF_BY = 2.0
 #: a rollout whose contexts are longer than what is known by this factor is taken as it is, however fast the machine is
 _LONGER = 2.0
 #: share of the batch sizes, the smallest, that tell how fast the machine is in rollouts: contexts cost a small batch least
@@ -291,9 +293,11 @@ def _rolled(cells: Mapping[_Key, _Cell], start: _Table) -> _Table:
     found = [max(0.0, cell.seconds - beside.seconds) for _, cell, beside in timed]
     evidence = [min(cell.evidence, beside.evidence) for _, cell, beside in timed]
     before = [more[row, key.k] for (key, *_), row in zip(timed, rows, strict=True)]
-    ratios = [measured / known for measured, known in zip(found, before, strict=True) if known > 0.0]
-    if ratios:  # what the start-up was off by it was off by for each k, those that no rollout has drafted among them
-        more *= _blend(statistics.median(ratios), 1.0, sum(evidence))
+    if (known := float(np.dot(before, evidence))) > 0.0:
+        # what the start-up was off by it was off by for each k, those that no rollout has drafted among them; by sums, since of
+        # small batches drafts add next to nothing, and noise is many times that
+        off_by = np.clip(float(np.dot(found, evidence)) / known, 1.0 / _OFF_BY, _OFF_BY)
+        more *= _blend(float(off_by), 1.0, sum(evidence))
     for (key, *_), row, measured, steps in zip(timed, rows, found, evidence, strict=True):
         more[row, key.k] = _blend(measured, more[row, key.k], steps)
     return _Table(line, reading, batches, more)

@@ -20,6 +20,7 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
 )
 from spec_plugin.api.rollouts import CHUNK_TOKENS, Rollout
@@ -31,6 +32,12 @@ from spec_plugin.trainer.slice_clock import SliceClock
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_NAMES = {
+    SelfTestPart.ALL: "the self-test",
+    SelfTestPart.START: "the self-test's first part (nothing is drafted yet; the rest comes before a draft is served)",
+    SelfTestPart.DRAFTS: "the self-test of drafts",
+}
 
 #: times ``refresh_timeout_s`` after which a call is given up; a link's own limits come before (a refresh is two calls)
 _PATIENCE = 3
@@ -55,6 +62,7 @@ class EngineControl:
         self.session, self.link, self._slices, self._sleeps = session, link, slices, sleeps
         self.running: int | None = None  # policy version of the phase in progress
         self._tested: int | None = None  # draft version of the last self-test
+        self._drafts_tested = False  # was it more than the part that begins a run
         self._recalled = False  # do the engines know what a run before this one has sampled
         self._installed = -1  # draft version that the engines serve
         self._anew = False  # was nothing sent to the engines since a fresh start
@@ -90,6 +98,7 @@ class EngineControl:
         """
         session, draft = self.session, self.session.method.draft
         if fresh_start:  # what is not sent now is tested when it is first served
+            self._drafts_tested = False
             self._tested, self._anew = 0 if refresh is None and draft is not None else None, True
         # what the engines served before may be gone; a method without a draft of ours has nothing to lose
         dropped = session.config.sleep_level > 1 and draft is not None
@@ -142,16 +151,18 @@ class EngineControl:
         """
         session = self.session
         if self._tested is None:
-            await self._self_test()
+            begins = session.method.newborn and session.config.serve != "always" and self._installed <= 0
+            await self._self_test(SelfTestPart.START if begins else SelfTestPart.ALL)
             self._slices.restart()  # start-up is no part of the first step
         if not self._recalled and not session.failed:
             await self._recall()
         plain = session.plain_for is not None
         schedule = session.plain_schedule if plain else session.schedule(policy_version)
-        if schedule is not None and any(schedule.table) and self._tested == 0 < self._installed:
+        learnt = self._tested == 0 < self._installed
+        if schedule is not None and any(schedule.table) and (learnt or not self._drafts_tested):
             # an untrained draft is never right, so only now can the sampler's accepting half be seen at work
             began = time.monotonic()
-            await self._self_test()
+            await self._self_test(SelfTestPart.DRAFTS)
             self._slices.leave_out(time.monotonic() - began)  # the draft's share is one of the step, not of the test
             schedule = session.schedule(policy_version)
         await self._set(schedule, control_share)
@@ -201,26 +212,26 @@ class EngineControl:
                 if rollouts := expect_list(memory.recall(), Rollout, "recall"):
                     await self._reach_rollouts(self.link.remember(rollouts))
 
-    async def _self_test(self) -> None:
+    async def _self_test(self, part: SelfTestPart) -> None:
         """Test the engines; nothing is found wrong where they do not answer, and nothing is proven.
 
         Raises:
             LosslessError: if they were found not to sample from the target.
         """
         session = self.session
-        self._tested = max(0, self._installed)
+        self._tested, self._drafts_tested = max(0, self._installed), part is not SelfTestPart.START
         if not session.config.self_test or session.failed:
             return
         seconds = session.config.self_test_seconds
         with session.ledger.spending(), session.guarded(Reason.SELF_TEST):
-            answer = await self._reach(self.link.self_test(seconds), 5 * seconds + _START)
-            self._judge(expect_instance(answer, SelfTestReport, "self_test"))
+            answer = await self._reach(self.link.self_test(seconds, part), 5 * seconds + _START)
+            self._judge(expect_instance(answer, SelfTestReport, "self_test"), part)
 
-    def _judge(self, report: SelfTestReport) -> None:
+    def _judge(self, report: SelfTestReport, part: SelfTestPart) -> None:
         session = self.session
         if report.passed:
             lines = "".join(f"\n  {check.name}: {check.detail}" for check in report.checks)
-            logger.info("spec-plugin: the self-test passed in %.1f s%s", report.seconds, lines)
+            logger.info("spec-plugin: %s passed in %.1f s%s", _NAMES[part], report.seconds, lines)
             for check in report.unproven:
                 logger.warning("spec-plugin: the self-test found nothing wrong, but %s is %s", check.name, check.detail)
             session.engine_ready(report)

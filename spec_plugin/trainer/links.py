@@ -17,6 +17,7 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
 )
 from spec_plugin.api.rollouts import CHUNK_TOKENS, Rollout, chunks
@@ -104,11 +105,10 @@ class EngineLink:
         """Send the table of k to every engine; the answer is what all of them have confirmed."""
         return EngineSchedule.of_all(await self.call_all("spec_set_schedule", schedule))
 
-    async def self_test(self, seconds: float) -> SelfTestReport:
+    async def self_test(self, seconds: float, part: SelfTestPart) -> SelfTestReport:
         """Every engine is tested, all at once."""
-        return merge_reports(
-            await self.call_all("spec_self_test", seconds, len(self.engines()), timeout_s=4 * seconds + 300)
-        )
+        asked = seconds, len(self.engines()), part
+        return merge_reports(await self.call_all("spec_self_test", *asked, timeout_s=4 * seconds + 300))
 
     async def start_phase(self, policy_version: int) -> None:
         """Begin a rollout phase with this policy version on every engine: counters and clocks restart."""

@@ -23,6 +23,7 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
 )
 from spec_plugin.api.method import Method
@@ -146,7 +147,7 @@ class FakeLink:
         self.table = before if fails and not self.takes_it_first else schedule.table
         return await self._answer("set_schedule", EngineSchedule(schedule))
 
-    async def self_test(self, seconds: float) -> Any:
+    async def self_test(self, seconds: float, part: SelfTestPart) -> Any:
         return await self._answer("self_test", SelfTestReport((), 1.0))
 
     async def start_phase(self, policy_version: int) -> Any:

@@ -11,7 +11,7 @@ from builders.law6_faults import Drafter, FakeLink, Fault
 from builders.spec_run import run_of, synced, trained
 from builders.training import TARGET, hidden, sync
 from spec_plugin import SpecConfig
-from spec_plugin.api.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule, SelfTestReport
+from spec_plugin.api.events import DraftRefresh, EngineSchedule, RefreshReport, Schedule, SelfTestPart, SelfTestReport
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
 
@@ -36,7 +36,7 @@ class Engines(FakeLink):
         self.forced.append(force)
         return RefreshReport(True, refresh.draft_version, refresh.digest, 1.0)
 
-    async def self_test(self, seconds: float) -> SelfTestReport:
+    async def self_test(self, seconds: float, part: SelfTestPart) -> SelfTestReport:
         await self._asked("self_test")
         return self.report
 

@@ -13,6 +13,7 @@ from spec_plugin.api.events import (
     EngineState,
     RefreshReport,
     RolloutStats,
+    SelfTestPart,
     SelfTestReport,
     WeightSync,
 )
@@ -36,7 +37,7 @@ class Engines:
         self.calls.append("set schedule")
         return EngineSchedule(schedule)
 
-    async def self_test(self, seconds: float) -> SelfTestReport:
+    async def self_test(self, seconds: float, part: SelfTestPart) -> SelfTestReport:
         self.calls.append("self-test")
         return SelfTestReport((), 1.0, ())
 

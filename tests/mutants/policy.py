@@ -174,6 +174,14 @@ MUTATIONS = (
     Mutation(
         _COST,
         "_rolled",
+        "np.clip(float(np.dot(found, evidence)) / known, 1.0 / _OFF_BY, _OFF_BY)",
+        "float(np.dot(found, evidence)) / known",
+        "law 7: what small batches seem to add in a noisy rollout is taken for what 1024 requests would",
+        ("test_cost.py",),
+    ),
+    Mutation(
+        _COST,
+        "_rolled",
         "more = speed * start.beyond",
         "more = start.beyond",
         "law 7: drafts are as cheap beside plain steps as the machine is slower than at start-up",

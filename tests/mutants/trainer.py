@@ -509,8 +509,8 @@ MUTATIONS = (
     Mutation(
         _LINKS,
         "EngineLink.self_test",
-        'self.call_all("spec_self_test", seconds, len(self.engines()),',
-        'self.call_all("spec_self_test", seconds, 1,',
+        "asked = seconds, len(self.engines()), part",
+        "asked = seconds, 1, part",
         "correct runs of many engines are stopped more often than declared",
         ("test_ranks.py::test_all_engines_of_a_run_share_the_chance_of_a_false_alarm",),
     ),

