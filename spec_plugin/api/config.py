@@ -113,18 +113,19 @@ class SpecConfig(BaseModel):
     )
     self_test: bool = Field(
         True,
-        description="statistical self-test on the engine before the first rollout; it rejects a correct engine once in a "
+        description="statistical self-test on the engine before a draft is first served; it rejects a correct engine once in a "
         "million runs",
     )
     self_test_seconds: float = Field(
         30.0,
         ge=1.0,
         le=600.0,
-        description="seconds for the self-test; up to four times that where less would prove nothing",
+        description="seconds for the self-test, a quarter of them before the first rollout where the draft knows nothing yet; up "
+        "to four times that where less would prove nothing",
     )
     on_self_test_failure: Literal["raise", "plain"] = Field(
         "raise",
-        description="raise: stop before the first rollout; plain: train on without drafts (as when time ran out)",
+        description="raise: stop before a draft is served; plain: train on without drafts (as when time ran out)",
     )
     logprob_tolerance: float | None = Field(
         None,

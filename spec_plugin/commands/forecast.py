@@ -165,7 +165,7 @@ def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
     checked = "every response, against the actor's"
     if run.bypass:
         checked = f"{spec.bypass_check_sequences} sequences a step: the trainer skips its log-prob pass"
-    samples = "samples with and without the draft, on each engine before the first rollout; " if spec.self_test else ""
+    samples = "samples with and without the draft, on each engine before one is served; " if spec.self_test else ""
     yield "verified", f"{samples}the log-probs of {checked}; the digest of every refresh"
     yield "not verified", "; ".join(_not_verified(run))
 

@@ -140,7 +140,7 @@ class EngineControl:
     # ---- before the rollouts
 
     async def begin(self, policy_version: int, control_share: float | None) -> None:
-        """Self-test before the first rollout, and once more before a trained draft is first served; then set k.
+        """Self-test, of drafts before one is served, and once more before a trained one first is; then set k.
 
         Args:
             policy_version: that the rollouts sample.

@@ -151,10 +151,9 @@ class BreakEvenController:
         if drafted:
             self._measured()
         config, rested = self._config, self.outlook.resting
-        trains = config.serve == "auto" and config.train and self._method.draft is not None
         # a try during a look is no change of mind by itself
         serves = self.states.now is Speculation.SERVING or (self.states.serves and not rested)
-        if not trains or serves or self.cost.problem is not None:
+        if self.cost.problem is not None or serves or not self._trains:
             self.outlook.served()
         else:
             self.outlook.rolled_out(self.acceptance_curve, self._would_pay, self.states.tried)
@@ -167,6 +166,11 @@ class BreakEvenController:
                 if self.outlook.resting
                 else "drafts may pay again, draft training goes on",
             )
+
+    @property
+    def _trains(self) -> bool:
+        """Is there draft work that may be of no use."""
+        return self._config.serve == "auto" and self._config.train and self._method.draft is not None
 
     def _would_pay(self, curve: Sequence[float]) -> bool:
         """Would a draft of these chances, at the batch sizes that ran lately."""
