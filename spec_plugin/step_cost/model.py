@@ -64,19 +64,24 @@ class StepCost(Protocol):
 
 
 class Corrected(StepCost):
-    """A cost model whose drafted steps take ``factor`` times as long."""
+    """A cost model whose drafted steps take ``factor`` times as long, and never less than plain ones: no draft makes more than its
+    tokens.
+    """
 
     def __init__(self, cost: StepCost, factor: float) -> None:
         self._cost, self._factor = cost, factor
 
     def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
         """See ``StepCost``."""
-        return self._cost.seconds(batch, k, paused, context) * (self._factor if k else 1.0)
+        found = self._cost.seconds(batch, k, paused, context)
+        return max(found * self._factor, self._cost.seconds(batch, 0, True, context)) if k else found
 
     def seconds_of(self, batch: ArrayLike, k: ArrayLike, paused: ArrayLike = True) -> Numbers:
         """See ``StepCost``."""
-        found: Numbers = self._cost.seconds_of(batch, k, paused) * np.where(np.asarray(k) > 0, self._factor, 1.0)
-        return found
+        found, drafted = self._cost.seconds_of(batch, k, paused), np.asarray(k) > 0
+        if self._factor < 1.0:  # else none is below
+            return np.where(drafted, np.maximum(found * self._factor, self._cost.seconds_of(batch, 0)), found)
+        return found * np.where(drafted, self._factor, 1.0)
 
 
 class _Cell(NamedTuple):

@@ -119,7 +119,7 @@ def break_even_of(cost: StepCost, table: Sequence[int]) -> tuple[float, ...]:
     """
     batches = np.arange(1, len(table))
     ratios = cost.seconds_of(batches, table[1:], False) / cost.seconds_of(batches, 0, False)
-    return (1.0, *ratios.tolist())
+    return (1.0, *np.maximum(1.0, ratios).tolist())
 
 
 def load_of(stats: RolloutStats, acceptance: Sequence[float]) -> dict[float, float]:

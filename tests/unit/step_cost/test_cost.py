@@ -10,8 +10,9 @@ from builders.cost import compute_bound, memory_bound, model, timings
 from draft_training.acceptance import conditional_acceptance
 from examples.bench.control import closed_form_speedup
 from spec_plugin.api.events import StepTiming
+from spec_plugin.policy.break_even.plan import break_even_of, phase_speedup
 from spec_plugin.step_cost.chances import constant_acceptance, tokens_per_step
-from spec_plugin.step_cost.model import CostModel
+from spec_plugin.step_cost.model import Corrected, CostModel
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 0.95, 1.0])
@@ -283,3 +284,16 @@ def test_law_7_what_small_batches_seem_to_add_in_a_noisy_rollout_is_not_what_the
     cost.observe([StepTiming(b, 3, False, 1.25 * card(b, 0, True), 64, 300.0) for b in sizes if b <= 16])
     assert cost.seconds(512, 8) > 0.5 * card(512, 8, False)
     assert cost.seconds(1024, 3) > 0.5 * card(1024, 3, False)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.9, 1.0, 1.3])
+def test_no_draft_is_predicted_to_gain_more_than_its_tokens_whatever_pairs_seem_to_show(factor):
+    cost = Corrected(model(memory_bound(0.1)), factor)
+    load, size = {1.0: 100.0, 8.0: 400.0}, 8
+    for k in (1, 3):
+        table = (0, *(k,) * size)
+        tokens = tokens_per_step((0.11,), k)
+        assert phase_speedup(cost, (0.11,), load, table) <= tokens * (1.0 + 1e-9)
+        assert min(break_even_of(cost, table)) >= 1.0
+        assert cost.seconds(4, k) == pytest.approx(float(cost.seconds_of(4, k)))
+        assert cost.seconds(4, 0) == pytest.approx(float(cost.seconds_of(4, 0)))
