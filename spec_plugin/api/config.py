@@ -159,7 +159,7 @@ class SpecConfig(BaseModel):
         ge=0,
         le=64,
         description="fresh starts after drafting has failed (new refresh, self-test, a plain phase to compare with), 8 weight "
-        "syncs later, then 16, 32, ...; 0: drafts stay off",
+        "syncs later (1 where a self-test ran out of time), then 16, 32, ...; 0: drafts stay off",
     )
     gate_timeout_s: float = Field(
         600.0,

@@ -19,14 +19,16 @@ class Recovery:
         self.begun = 0  # fresh starts so far
         self.left: int | None = None  # weight syncs until the next one; None: there is none to come
 
-    def failed(self, for_good: bool) -> None:
+    def failed(self, for_good: bool, soon: bool = False) -> None:
         """Draft work has failed.
 
         Args:
             for_good: it is known that trying again would not help.
+            soon: nothing was wrong but the time: it is tried again behind the very next weight sync, the first time.
         """
         again = self.begun < self._most and not for_good
-        self.left = FIRST * 2**self.begun if again else None
+        wait = 1 if soon and not self.begun else FIRST * 2**self.begun
+        self.left = wait if again else None
 
     def synced(self) -> bool:
         """A weight sync without drafts: is it the one behind which they are tried again."""

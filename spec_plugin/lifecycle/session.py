@@ -144,7 +144,9 @@ class SpecSession:
             self._noted.add((doing, type(error)))
             logger.warning("spec-plugin: %s: %s. Drafts go on", doing, _message_of(error), exc_info=error)
 
-    def fail(self, reason: Reason, error: BaseException | str, for_good: bool = False, doing: str = "") -> None:
+    def fail(
+        self, reason: Reason, error: BaseException | str, for_good: bool = False, doing: str = "", soon: bool = False
+    ) -> None:
         """Turn speculation off; only the first call warns, and only where the trouble is.
 
         Args:
@@ -152,6 +154,7 @@ class SpecSession:
             error: what was wrong.
             for_good: trying again would not help.
             doing: in what, for the warning; empty: as the reason is called.
+            soon: nothing was wrong but the time, see ``Recovery.failed``.
 
         Raises:
             BaseException: if this error, or one that it was raised for, must stop the run, see ``stops_the_run``.
@@ -164,11 +167,14 @@ class SpecSession:
             self.failure, self.follows = f"{doing or reason.work}: {_message_of(error)}", False
             self._trouble = reason
             exc = error if isinstance(error, BaseException) else None
-            self._recovery.failed(for_good)
+            self._recovery.failed(for_good, soon)
             left = self._recovery.left
             logger.warning(
                 "spec-plugin: speculation is off from here on, training goes on without drafts. Cause: %s. %s",
-                *(self.failure, f"Tried again after {left} weight syncs" if left else "Not tried again in this run"),
+                *(
+                    self.failure,
+                    f"Weight syncs until it is tried again: {left}" if left else "Not tried again in this run",
+                ),
                 exc_info=exc,
             )
         if for_good and not isinstance(error, OtherRankFailed):

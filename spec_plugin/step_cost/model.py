@@ -64,9 +64,7 @@ class StepCost(Protocol):
 
 
 class Corrected(StepCost):
-    """A cost model whose drafted steps take ``factor`` times as long, and never less than plain ones: no draft makes more than its
-    tokens.
-    """
+    """A cost model whose drafted steps take ``factor`` times as long, and never less than plain ones."""
 
     def __init__(self, cost: StepCost, factor: float) -> None:
         self._cost, self._factor = cost, factor

@@ -23,6 +23,7 @@ class Engines(FakeLink):
         super().__init__(Fault("", ""))
         self.asked: list[str] = []
         self.forced: list[bool] = []
+        self.seconds: list[float] = []
         self.broken = ""
         self.report = SelfTestReport((), 1.0)
 
@@ -38,6 +39,7 @@ class Engines(FakeLink):
 
     async def self_test(self, seconds: float, part: SelfTestPart) -> SelfTestReport:
         await self._asked("self_test")
+        self.seconds.append(seconds)
         return self.report
 
     async def set_schedule(self, schedule: Schedule) -> EngineSchedule:

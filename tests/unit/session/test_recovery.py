@@ -35,7 +35,7 @@ def test_trouble_that_is_over_heals_with_a_plain_phase_a_refresh_and_a_self_test
     for _ in range(30):
         assert "drafts" in run.step()
     said = [r.getMessage() for r in caplog.records]
-    assert len(said) == 2 and "Tried again after 8 weight syncs" in said[0]
+    assert len(said) == 2 and "Weight syncs until it is tried again: 8" in said[0]
     assert "drafts are tried again (1 of 5 times, spec.recoveries)" in said[1] and "install is broken" in said[1]
 
 
@@ -75,8 +75,18 @@ def test_a_self_test_that_only_ran_out_of_time_is():
     run = Run(on_self_test_failure="plain")
     run.engines.report = SelfTestReport((Check("greedy", False, "late", out_of_time=True),), 1.0)
     run.step()
+    assert "nothing was found wrong" in run.session.failure and "spec.self_test_seconds=30" in run.session.failure
     run.engines.report = SelfTestReport((), 1.0)
-    assert any("drafts" in run.step() for _ in range(20))
+    steps = [run.step() for _ in range(3)]
+    assert "drafts" in steps[1] and run.engines.seconds == [30.0, 60.0], "a plain rollout, then twice the time"
+
+
+def test_a_machine_on_which_every_self_test_runs_out_of_time_is_not_asked_again_and_again():
+    run = Run(on_self_test_failure="plain")
+    run.engines.report = SelfTestReport((Check("greedy", False, "late", out_of_time=True),), 1.0)
+    steps = ["self_test" in run.step() for _ in range(60)]
+    assert [i for i, tested in enumerate(steps) if tested] == [0, 2, 19, 52]
+    assert run.engines.seconds == [30.0, 60.0, 120.0, 120.0]
 
 
 def test_law_2_a_fresh_start_on_an_engine_that_samples_wrongly_stops_the_run():
