@@ -82,5 +82,5 @@ def published(trace: Path) -> list[dict[str, object]]:
 
 
 def test_law_2_an_engine_whose_sampler_is_wrong_never_opens_its_gate(stage: tuple[Path, Path, Path, Path]) -> None:
-    metrics, failure = kills.follow(verl(stage, "wrong", 2, more=(UNREPAIRED,)))
+    metrics, failure = kills.follow(verl(stage, "wrong", 2, more=(UNREPAIRED, f"{SPEC}serve=always")))
     assert not metrics and "LosslessError" in failure
