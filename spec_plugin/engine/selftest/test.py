@@ -131,4 +131,5 @@ async def restore(engine: Engine, table: list[int]) -> None:
     if table:
         await channel.pause_idle_draft(engine, False)
         await channel.set_schedule(engine, table)
+    await channel.take_steps(engine)  # the test's own are part of no rollout
     await engine.reset_prefix_cache()
