@@ -120,8 +120,8 @@ class SpecConfig(BaseModel):
         30.0,
         ge=1.0,
         le=600.0,
-        description="seconds for the self-test, a quarter of them before the first rollout where the draft knows nothing yet; up "
-        "to four times that where less would prove nothing",
+        description="seconds for the self-test, half of them before the first rollout where the draft knows nothing yet; up to "
+        "four times that where less would prove nothing",
     )
     on_self_test_failure: Literal["raise", "plain"] = Field(
         "raise",

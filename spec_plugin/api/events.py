@@ -398,7 +398,7 @@ class SelfTestPart(Enum):
     """Which part of the self-test, and the share of ``spec.self_test_seconds`` that it takes."""
 
     ALL = 1.0
-    START = 0.25  # before anything is drafted: greedy tokens, and what steps cost
+    START = 0.5  # before anything is drafted: greedy tokens, and what steps cost
     DRAFTS = 0.75  # before a draft is served: all but what steps cost
 
 
