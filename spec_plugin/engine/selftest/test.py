@@ -39,8 +39,8 @@ from spec_plugin.engine.vllm.schedule import channel
 TIMED_TOKENS = 17  # that each request of the calibration makes
 TIMED_ROUNDS = 3  # of all batch sizes
 TIMED_UNTIL = 0.9  # share of the time after which no batch begins
-#: and that there is in any case: of the whole test, and of the part that begins a run, where nothing else may be short of time. With
-#: half of the latter the two batch sizes of a run of TRL were not both timed, and eight steps drafted 3 tokens where 6 were best
+#: and that there is in any case: of the whole test, and of the part that begins a run, which takes half of the seconds. With a
+#: quarter of the latter one of two batch sizes of a run of TRL was not timed, and eight steps drafted 3 tokens where 6 were best
 TIMED_LEAST, TIMED_LEAST_AT_START = 0.4, 0.8
 RESTORE_S = 10.0  # seconds for giving the engine back
 
