@@ -204,12 +204,19 @@ def _engine_memory(run: RunFacts, method: Method) -> str:
     counts = (text_part(hf or {}).get("num_hidden_layers") for hf in (method.draft_config, run.target.hf_config))
     layers, beside = (count if isinstance(count, int) else "some" for count in counts)
     more = "1 layer" if own or layers == 1 else f"{layers} layers"
-    drawn = ""
-    if method.draws and (kept := kept_logits(run.spec, run.target)):
-        v2 = runner_of(method.settings, device_type()).v2
-        much = f"{_size(kept)}" if v2 else f"up to {_size(4 * kept)}, or fewer drafted tokens where that has no room,"
-        drawn = f"; {much} for what drafted tokens are drawn from"
+    drawn = f"; {_kept(run, method)} for what drafted tokens are drawn from" if method.draws else ""
     return f"{_size(size)} of weights{split}, and the KV cache of {more} beside the target's {beside}{drawn}"
+
+
+def _kept(run: RunFacts, method: Method) -> str:
+    """Memory of an engine for the logits of what was proposed: V2 takes it at its start, V1 while it drafts."""
+    known = run.target.max_num_seqs > 0
+    target = run.target if known else replace(run.target, max_num_seqs=1)
+    kept = kept_logits(run.spec, target)
+    each = "" if known else " a request"
+    if runner_of(method.settings, device_type()).v2:
+        return f"{_size(kept)}{each}"
+    return f"up to {_size(4 * kept)}{each}, or fewer drafted tokens where that has no room,"
 
 
 def _size(of_bytes: int) -> str:
