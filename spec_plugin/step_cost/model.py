@@ -76,10 +76,11 @@ class Corrected(StepCost):
 
     def seconds_of(self, batch: ArrayLike, k: ArrayLike, paused: ArrayLike = True) -> Numbers:
         """See ``StepCost``."""
-        found, drafted = self._cost.seconds_of(batch, k, paused), np.asarray(k) > 0
+        drafted = np.asarray(k) > 0
+        found: Numbers = self._cost.seconds_of(batch, k, paused) * np.where(drafted, self._factor, 1.0)
         if self._factor < 1.0:  # else none is below
-            return np.where(drafted, np.maximum(found * self._factor, self._cost.seconds_of(batch, 0)), found)
-        return found * np.where(drafted, self._factor, 1.0)
+            found = np.where(drafted, np.maximum(found, self._cost.seconds_of(batch, 0)), found)
+        return found
 
 
 class _Cell(NamedTuple):
