@@ -331,7 +331,7 @@ class EngineFront:
             k=config.k,
             vocab_size=vocab_size,
             alpha=_FALSE_ALARM / engines,
-            seconds=part.value * seconds,
+            seconds=part.share * seconds,
             limit=PATIENCE * seconds,
             part=part,
             max_num_seqs=target.max_num_seqs,
