@@ -55,7 +55,7 @@ class Outlook:
             tried: has the engine itself ever measured one.
         """
         self._hopeless = 0 if pays((1.0,) * self._k) else self._hopeless + 1
-        hopeful = self._hopeless == 0 and (curve is None or not tried or pays(curve) or pays(self.hoped(curve)))
+        hopeful = self._hopeless == 0 and (curve is None or not tried or pays(self.hoped(curve)))
         if hopeful or (self._hopeless and self._hopeless < _IN_A_ROW and not self.rests):
             self.served()
             return
@@ -81,7 +81,7 @@ class Outlook:
         )
 
     def hoped(self, curve: Sequence[float]) -> tuple[float, ...]:
-        """What these chances may become; all 1 where too little is known to say.
+        """What these chances may become, never less than they are; all 1 where too little is known to say.
 
         Every chance of a miss is smaller by the same factor; a position of which nothing is promised stays so.
         """
