@@ -288,4 +288,6 @@ def plain(value: Any) -> Any:
     """For ``json``: dataclasses become dicts, anything else that it does not know its text."""
     if hasattr(value, "__dataclass_fields__"):
         return asdict(value)
+    if isinstance(value, Path) and value.is_relative_to(ROOT):  # where a clone lies is nobody's business
+        return str(value.relative_to(ROOT))
     return str(value)

@@ -71,8 +71,7 @@ class Corrected(StepCost):
 
     def seconds(self, batch: float, k: int, paused: bool = True, context: float | None = None) -> float:
         """See ``StepCost``."""
-        found = self._cost.seconds(batch, k, paused, context)
-        return max(found * self._factor, self._cost.seconds(batch, 0, True, context)) if k else found
+        return float(self.seconds_of(batch, k, paused))
 
     def seconds_of(self, batch: ArrayLike, k: ArrayLike, paused: ArrayLike = True) -> Numbers:
         """See ``StepCost``."""

@@ -297,6 +297,6 @@ def _late(report: SelfTestReport, seconds: float) -> str:
     passed = ", ".join(check.name for check in report.checks if check.passed) or "nothing"
     return (
         f"nothing was found wrong, but the self-test ran out of time after {report.seconds:.0f} s: the engine is slow, or the "
-        f"machine busy with other work. Passed: {passed}. Not finished:\n{report.failures()}\nThe next one gets twice the time; "
-        f"spec.self_test_seconds={seconds:g} sets it, of which a test takes up to four times"
+        f"machine busy with other work. Passed: {passed}. Not finished:\n{report.failures()}\nLater ones get twice the time, "
+        f"then four times; spec.self_test_seconds={seconds:g} sets it, of which a test takes up to four times"
     )

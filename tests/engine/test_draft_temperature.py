@@ -12,6 +12,7 @@ import small
 import torch
 
 from draft_training import Sampled
+from examples.bench.workload import harvest
 from spec_plugin.step_cost.chances import tokens_per_step
 
 pytestmark = pytest.mark.engine
@@ -46,10 +47,8 @@ def policy(target) -> Any:
 _versions = itertools.count(1)
 
 
-def put_in_force(llm: Any, config: Any, draft_temperature: float) -> None:
-    report = small.install(
-        llm, small.good_tensors(config), next(_versions), draft_temperature=draft_temperature, force=True
-    )
+def put_in_force(llm: Any, tensors: Any, draft_temperature: float) -> None:
+    report = small.install(llm, tensors, next(_versions), draft_temperature=draft_temperature, force=True)
     assert report["installed"], report["reason"]
 
 
@@ -105,7 +104,7 @@ def assert_the_policys(rows: Any, policy: Any, temperature: float, top_p: float 
 def test_samples_are_the_policys_at_every_draft_temperature(
     engine, config, policy, draft_temperature, temperature, top_p
 ):
-    put_in_force(engine, config, draft_temperature)
+    put_in_force(engine, small.good_tensors(config), draft_temperature)
     before = drafted(engine)
     asked(engine, temperature=temperature, top_p=top_p)
     rows = finished(engine)
@@ -118,25 +117,10 @@ def test_samples_are_the_policys_at_every_draft_temperature(
 def test_samples_are_the_policys_while_the_draft_temperature_changes_at_every_other_step(engine, config, policy):
     asked(engine, temperature=1.5)
     way = itertools.cycle([0.0, 1.0, 0.7])
-    rows = finished(engine, lambda step: put_in_force(engine, config, next(way)) if step % 2 else None)
+    rows = finished(
+        engine, lambda step: put_in_force(engine, small.good_tensors(config), next(way)) if step % 2 else None
+    )
     assert_the_policys(rows, policy, 1.5)
-
-
-def documents_of_rows(policy: Any, rows: Any, layers: Any) -> list[Any]:
-    """What a trainer's log-prob pass leaves of them."""
-    from spec_plugin.policy.online_training import documents_of
-    from spec_plugin.trainer.decoder import find_decoder
-    from spec_plugin.trainer.harvest import harvested, responses_at_the_end
-    from spec_plugin.trainer.harvest_plan import HarvestPlan
-    from spec_plugin.trainer.taps import Taps
-
-    ids = [torch.tensor(prompt + response) for prompt, response in rows]
-    taps = Taps.of(find_decoder(policy), layers)
-    with torch.no_grad(), taps.attached():
-        policy.model(input_ids=torch.stack(ids), use_cache=False)
-    hidden = harvested(taps, (ids, responses_at_the_end(ids, [TOKENS] * len(ids))), HarvestPlan(1 << 30))
-    assert hidden is not None
-    return documents_of(hidden)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +130,7 @@ def half_trained(engine, config, policy) -> Any:
 
     asked(engine, temperature=1.0)
     buffer = HiddenBuffer(1 << 20, 1 << 40, 0)
-    for document in documents_of_rows(policy, finished(engine), config.aux_layers):
+    for document in harvest(policy, finished(engine), config.aux_layers):
         buffer.add(document)
     trainer = DraftTrainer(config, TrainSettings(ttt_steps=K, tokens_per_step=512), device="cpu", seed=0)
     trainer.update_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight, 0)
@@ -168,22 +152,13 @@ def test_the_engine_makes_what_the_replay_promises(
     engine, config, policy, half_trained, draft_temperature, temperature
 ):
     """Of a draft that has learnt a little and reads hidden states, by position."""
-    report = small.install(
-        engine,
-        half_trained.engine_tensors(torch.float32),
-        next(_versions),
-        draft_temperature=draft_temperature,
-        force=True,
-    )
-    assert report["installed"], report["reason"]
+    put_in_force(engine, half_trained.engine_tensors(torch.float32), draft_temperature)
     before = by_position(engine)
     for _ in range(BATCHES):
         asked(engine, temperature=temperature)
     rows = finished(engine)
     steps, *accepted = (now - then for now, then in zip(by_position(engine), before, strict=True))
-    found = half_trained.evaluate(
-        documents_of_rows(policy, rows, config.aux_layers), K, sampling=Sampled(temperature)
-    ).proposals
+    found = half_trained.evaluate(harvest(policy, rows, config.aux_layers), K, sampling=Sampled(temperature)).proposals
     promised = tokens_per_step((*found.chances(draft_temperature), 0.0), K)
     made = 1 + sum(accepted) / steps
     print(
@@ -201,7 +176,7 @@ def test_a_draft_temperature_of_0_proposes_what_an_engine_of_greedy_drafts_would
     """With requests at a high temperature: what is drawn differs from the likeliest token then, and is accepted otherwise."""
     made = {}
     for draft_temperature in (1.0, 0.0):
-        put_in_force(engine, config, draft_temperature)
+        put_in_force(engine, small.good_tensors(config), draft_temperature)
         before = drafted(engine)
         asked(engine, temperature=0.3)
         finished(engine)
@@ -215,7 +190,7 @@ def test_the_draft_before_comes_back_with_its_temperature(engine, config):
     def sharpness() -> float:
         return float(small.rpc(engine, lambda worker: float(_draft(worker).spec_sharpness)))
 
-    put_in_force(engine, config, 0.5)
+    put_in_force(engine, small.good_tensors(config), 0.5)
     assert math.isclose(sharpness(), 2.0)
     small.install(engine, small.good_tensors(config), next(_versions), draft_temperature=0.0, force=True, hold=True)
     assert sharpness() == 1000.0

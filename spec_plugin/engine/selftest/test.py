@@ -39,9 +39,9 @@ from spec_plugin.engine.vllm.schedule import channel
 TIMED_TOKENS = 17  # that each request of the calibration makes
 TIMED_ROUNDS = 3  # of all batch sizes
 TIMED_UNTIL = 0.9  # share of the time after which no batch begins
-#: and that there is in any case: of the whole test, and of the part that begins a run, which takes half of the seconds. With a
-#: quarter of the latter one of two batch sizes of a run of TRL was not timed, and eight steps drafted 3 tokens where 6 were best
-TIMED_LEAST, TIMED_LEAST_AT_START = 0.4, 0.8
+#: and that there is in any case, of the seconds of the whole test, also in a part of it. With a quarter of that one of two batch
+#: sizes of a run of TRL was not timed, and eight steps drafted 3 tokens where 6 were best
+TIMED_LEAST = 0.4
 RESTORE_S = 10.0  # seconds for giving the engine back
 
 
@@ -100,8 +100,7 @@ async def _trouble(name: str, work: Awaitable[None], limit: float, left: float |
 async def calibration(probe: Probe, plan: SelfTestPlan, steps: list[StepTiming]) -> AsyncIterator[Check]:
     """Time steps, as many as there is time for, into ``steps``; a check says what was found, and always passes."""
     await channel.take_steps(probe.engine)  # those of the checks: another k for each half of a batch
-    least = TIMED_LEAST_AT_START if plan.part is SelfTestPart.START else TIMED_LEAST
-    deadline = plan.until(probe.begun, TIMED_UNTIL, least)
+    deadline = plan.until(probe.begun, TIMED_UNTIL, TIMED_LEAST / plan.part.share)
     most = min(probe.begun + plan.limit, deadline + plan.seconds) - time.perf_counter()
     with contextlib.suppress(asyncio.TimeoutError):  # what was measured until then is kept
         await asyncio.wait_for(calibrate(probe, plan, deadline), max(0.01, most))

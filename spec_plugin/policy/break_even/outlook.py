@@ -12,6 +12,8 @@ from spec_plugin.step_cost.chances import tokens_per_step
 
 #: measurements of a draft before its growth says anything, and rollouts in a row in which not even a perfect one would have paid
 _LEAST, _IN_A_ROW = 8, 3
+#: measurements that are kept, the latest: a run has no end, and a step's bookkeeping has
+_KEPT = 1024
 #: text that a draft is hoped to learn from, in texts that it has learnt from
 _TEXTS = 4.0
 #: standard errors by which its present worth may be too small
@@ -45,6 +47,7 @@ class Outlook:
         gain = tokens_per_step(curve, self._k) - 1.0
         if not self._gains or gain != self._gains[-1]:  # else nobody has measured
             self._gains.append(gain)
+            del self._gains[:-_KEPT]
 
     def rolled_out(self, curve: Sequence[float] | None, pays: Pays, tried: bool) -> None:
         """A rollout without drafts is over, or one that has dropped them.

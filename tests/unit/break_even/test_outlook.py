@@ -84,6 +84,11 @@ def test_growth_in_a_straight_line_goes_on_to_four_times_the_text():
     assert after([0.01 * i for i in range(100)], 9.0).hoped_gain == pytest.approx(4.0, rel=0.02)
 
 
+def test_what_is_kept_does_not_grow_with_the_run_and_the_latest_decides():
+    outlook = after([0.9 - 1e-4 * i for i in range(5000)], 9.0)
+    assert len(outlook._gains) == 1024 and outlook.hoped_gain == pytest.approx(0.43, abs=0.02)
+
+
 def plain(batch: int = 8) -> RolloutStats:
     return RolloutStats(0, 8, 1000, 10.0, 0, 0, 0, steps=(StepTiming(batch, 0, True, 1.0, 125),))
 

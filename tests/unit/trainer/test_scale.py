@@ -23,7 +23,7 @@ from spec_plugin.api.events import (
     StepTiming,
     TargetInfo,
 )
-from spec_plugin.api.method import Method
+from spec_plugin.api.method import Method, StartingDraft
 from spec_plugin.api.spans import Span, Spans, fingerprints
 from spec_plugin.policy.break_even.controller import BreakEvenController
 from spec_plugin.policy.provenance import ProvenanceGuard
@@ -64,10 +64,10 @@ def an_engine(table: tuple[int, ...], rng: random.Random) -> RolloutStats:
     )
 
 
-def a_controller() -> BreakEvenController:
+def a_controller(draft: StartingDraft | None = None) -> BreakEvenController:
     controller = BreakEvenController()
     target = TargetInfo("", {"vocab_size": 152_000}, "bfloat16", device_type="cuda", max_num_seqs=REQUESTS)
-    controller.spec_configure(SpecConfig.parse({"k": K}), target, Method("eagle3", {}))
+    controller.spec_configure(SpecConfig.parse({"k": K}), target, Method("eagle3", {}, draft=draft))
     kinds = [(b, k, k == 0) for b in (1, 8, 32, 128) for k in (0, 1, 3, K)]
     kinds += [(b, 0, False) for b in (1, 8, 32, 128)]
     steps = tuple(StepTiming(*kind, seconds(*kind[:2]), 16, 50.0) for kind in kinds)
@@ -82,6 +82,18 @@ def a_step(controller: BreakEvenController, stats: RolloutStats) -> Schedule:
     controller.spec_head_start()
     assert any(name.startswith("spec/break_even") for name in controller.spec_metrics())
     return controller.spec_schedule(2)
+
+
+def test_whether_a_draft_may_come_to_pay_is_asked_in_milliseconds_however_long_the_run() -> None:
+    controller, rng = a_controller(StartingDraft(None, None)), random.Random(0)  # type: ignore[arg-type]
+    plain = merge_stats([an_engine((0,) * (REQUESTS + 1), rng) for _ in range(ENGINES)])
+    for _ in range(5000):
+        controller.outlook.measured((0.1 + 1e-3 * rng.random(), 0.05, 0.0))
+    controller.acceptance_estimate.predicted((0.1, 0.05))
+    controller.states.tried = True
+    controller.spec_rollout_end(plain)
+    assert not controller.spec_can_pay()
+    assert cpu_seconds(lambda: controller.spec_rollout_end(plain)) < 0.1
 
 
 def test_what_the_controller_keeps_and_does_in_a_step_does_not_grow_with_the_run() -> None:
