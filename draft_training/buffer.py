@@ -16,6 +16,8 @@ from draft_training.parts import Part, stretch, teeth
 
 #: a document of more than this share of all tokens is only left out in part: see ``without``
 _LONG = 1 / 16
+#: a token that the policy read counts as so much of one that it sampled: a prompt's names come back in its answers
+_READ = 2.0**-20
 
 
 class HiddenBuffer:
@@ -136,6 +138,14 @@ class HiddenBuffer:
             for start, stop in zip(edges[0::2], [*edges[1::2], len(document)], strict=True):
                 if trainable_positions(document.loss_mask[start:stop]):
                     yield document.window(start, stop)
+
+    def token_counts(self, vocabulary: int) -> torch.Tensor:
+        """[vocabulary] float64: how often the policy sampled each token of what is held; one that it read counts as next to nothing."""
+        if not self._documents:
+            return torch.zeros(vocabulary, dtype=torch.float64)
+        ids = torch.cat([document.input_ids for document in self._documents])
+        sampled = torch.cat([document.loss_mask for document in self._documents])
+        return torch.bincount(ids, torch.where(sampled.bool(), 1.0, _READ).double(), vocabulary)
 
     @property
     def newest_policy_version(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draft_training.errors import DraftConfigError
@@ -27,6 +27,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 _MOST_PARAMETERS = 1 << 34
 #: layers of a target in which vLLM's own choice of auxiliary layers are three
 _LEAST_OF_VLLM = 7
+#: most tokens of a vocabulary that is pruned unasked: of a policy's text more are hardly ever missed
+_MOST_TOKENS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,16 @@ class DraftConfig:
         ) * self.head_dim + self.num_heads * self.head_dim * h
         head = h * self.draft_vocab_size if self.pruned else 0
         return len(self.aux_layers) * h * h + attention + 3 * h * m + 4 * h + head
+
+    @property
+    def fitting_vocabulary(self) -> int:
+        """So many tokens of its vocabulary that the head reads no more than the rest of the draft does, a power of two.
+
+        All of them where the head would still read more than half as much as an unpruned one.
+        """
+        rest = replace(self, draft_vocab_size=self.vocab_size).parameters // self.hidden_size
+        size = min(_MOST_TOKENS, 1 << max(0, rest.bit_length() - 1))
+        return size if 2 * size <= self.vocab_size else self.vocab_size
 
     @classmethod
     def from_target(

@@ -93,9 +93,9 @@ def ttt_loss(
 ) -> tuple[Tensor, LossStats]:
     """EAGLE-3's training-time test (arXiv 2503.01840, section 3): unroll, forward KL to the target, teacher-forced.
 
-    With a pruned vocabulary the target's distribution is restricted to it and renormalised, and positions whose target
-    argmax lies outside carry no loss (EAGLE-3's ``position_mask``) though they count in the mean. Logits exist for
-    ``chunk_elements / V`` positions at a time, gradients included.
+    With a pruned vocabulary the target's distribution is restricted to it and renormalised, and positions whose sampled token
+    lies outside carry no loss though they count in the mean. (EAGLE-3's ``position_mask`` asks for the target's argmax instead,
+    which takes the product with the whole head.) Logits exist for ``chunk_elements / Vd`` positions at a time, gradients included.
 
     Args:
         draft: the model; only its own parameters receive gradients.
@@ -118,17 +118,20 @@ def ttt_loss(
     valid = batch.valid(steps)
     counts = batch.counts(steps) if counts is None else counts
     head, ids = draft.head(lm_head)
+    teacher_head = lm_head.detach()
+    if ids is not None:  # a head that is not trained holds the policy's rows already
+        teacher_head = teacher_head[ids] if head.requires_grad else head.detach()
     head = head if torch.is_grad_enabled() else head.detach()
     loss, kl, match = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden,
         head,
         batch.last[batch.rows],
-        lm_head.detach(),
+        teacher_head,
         ids,
         batch.input_ids[batch.rows + 1],
         valid,
         counts.clamp_min(1).reciprocal().to(valid.device),
-        max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // lm_head.shape[0]),
+        max(1, (chunk_elements or chunk_elements_on(lm_head.device)) // head.shape[0]),
         cap,
         smoothing,
     )
@@ -157,7 +160,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden: Tensor,  # [J, R, H]
         head: Tensor,  # [Vd, H]
         last: Tensor,  # [R, H]
-        teacher_head: Tensor,  # [V, H]
+        teacher_head: Tensor,  # [Vd, H] the policy's rows of the draft's tokens
         ids: Tensor | None,  # [Vd] target id of each draft id, None: the same
         sampled: Tensor,  # [R] int64 the token that the policy sampled after the teacher row
         valid: Tensor,  # [J, R] bool
@@ -175,13 +178,14 @@ class _HeadLoss(torch.autograd.Function):
         weight = scale.to(wide)
         for start in range(0, shape[1], chunk):
             at = slice(start, min(start + chunk, shape[1]))
-            teacher = _Teacher(last[at], teacher_head, ids, wide, cap)
+            teacher = _Teacher(last[at], teacher_head, wide, cap)
+            known = torch.ones_like(sampled[at], dtype=torch.bool) if ids is None else torch.isin(sampled[at], ids)
             for j in range(shape[0]):
                 logits = (hidden[j, at].to(head.dtype) @ head.T).to(wide)
                 ok = valid[j, at]
                 token = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
                 match[j, at] = (token == sampled[at]) & ok
-                counted = ok & teacher.inside
+                counted = ok & known
                 kl[j, at] = teacher.kl(logits) * counted
                 confidence[j, at] = (-kl[j, at]).exp() * counted
                 if grad_hidden is None and grad_head is None:
@@ -221,17 +225,12 @@ def target_logits(last: Tensor, head: Tensor, cap: float | None) -> Tensor:
 
 
 class _Teacher:
-    """The target's distribution at a chunk of rows, restricted to the draft's vocabulary."""
+    """The target's distribution at a chunk of rows [C, H], over the tokens of a head [Vd, H]."""
 
-    def __init__(self, last: Tensor, head: Tensor, ids: Tensor | None, wide: torch.dtype, cap: float | None) -> None:
-        logits = target_logits(last, head, cap).to(wide)  # [C, V]
-        restricted = (logits if ids is None else logits[:, ids]).log_softmax(-1)  # [C, Vd]
-        self.distribution = restricted.exp()
-        self._negative_entropy = (self.distribution * restricted).sum(-1)
-        # [C] is the target's argmax one of the draft's tokens
-        self.inside = (
-            logits.new_ones(len(logits), dtype=torch.bool) if ids is None else torch.isin(logits.argmax(-1), ids)
-        )
+    def __init__(self, last: Tensor, head: Tensor, wide: torch.dtype, cap: float | None) -> None:
+        log_probs = target_logits(last, head, cap).to(wide).log_softmax(-1)  # [C, Vd]
+        self.distribution = log_probs.exp()
+        self._negative_entropy = (self.distribution * log_probs).sum(-1)
 
     def kl(self, logits: Tensor) -> Tensor:
         """[C]: KL(target || draft) for draft logits [C, Vd]."""

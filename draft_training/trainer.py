@@ -30,6 +30,9 @@ from draft_training.schedule import TrainingSchedule
 from draft_training.settings import TrainSettings
 from draft_training.state import TrainerState, read_state, state_from_first, write_state
 
+#: to the count of a token that is in the vocabulary: less than any occurrence counts
+_TIES = 2.0**-30
+
 
 class DraftTrainer:
     """Owns the draft, its optimizer and its random stream; the policy's tensors are copies.
@@ -158,21 +161,24 @@ class DraftTrainer:
                 self.draft.refresh_head(self._lm_head)
 
     def select_vocabulary(self, token_counts: Tensor) -> None:
-        """Choose the pruned vocabulary: the most frequent tokens, ties to the lower id (collective).
+        """Choose the pruned vocabulary: the most frequent tokens, ties to those that are in it, then to the lower id (collective).
 
         The layer's weights do not depend on it, so it may be called at any time.
 
         Args:
             token_counts: [V] how often each token occurred; added over the ranks.
         """
+        kept = self.draft.vocabulary()
         with own_modes(self.device), torch.no_grad():
             with self._ranks.all_or_none():
                 counts = token_counts.to(self.device, torch.float64, copy=True)
             self._ranks.add_up(counts)
-            order = counts.argsort(descending=True, stable=True)
-            self.draft.set_vocabulary(order[: self.draft.d2t.numel()])
-            if self._lm_head is not None:
-                self.draft.refresh_head(self._lm_head)
+            counts[kept] += _TIES
+            chosen = counts.argsort(descending=True, stable=True)[: len(kept)].sort().values
+            if not chosen.equal(kept):
+                self.draft.set_vocabulary(chosen)
+                if self._lm_head is not None:
+                    self.draft.refresh_head(self._lm_head)
 
     def train_slice(self, buffer: HiddenBuffer, seconds: float, max_steps: int) -> SliceReport:
         """Train for at most ``seconds`` and ``max_steps`` optimizer steps (collective).

@@ -40,7 +40,8 @@ class SpecConfig(BaseModel):
         None,
         ge=32,
         le=2**24,
-        description="prune the draft's vocabulary to the most frequent tokens; none: the target's own",
+        description="tokens that a new draft may propose: those sampled most in the latest rollouts; the target's vocab_size: all; "
+        "none: as many as weigh no more than the rest of the draft, 32768 at most",
     )
     aux_layers: tuple[int, ...] | None = Field(
         None,

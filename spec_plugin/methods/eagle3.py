@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from draft_training.config import DraftConfig, validate_draft
@@ -39,7 +40,14 @@ def starting_draft(config: SpecConfig, target: TargetInfo) -> tuple[DraftConfig,
             length=target.length,
             where=target.file,
         )
+        if config.draft_vocab_size is None and not _reads_no_file(target):
+            made = replace(made, draft_vocab_size=made.fitting_vocabulary)
         return made, None
+
+
+def _reads_no_file(target: TargetInfo) -> bool:
+    """Would the engine take the target's head for that of a pruned draft."""
+    return leaves_a_draft_unread(target.load_format, METHODS["eagle3"], target.device_type)
 
 
 def _given_draft(config: SpecConfig, folder: str, target: TargetInfo) -> tuple[DraftConfig, Tensors]:
@@ -82,7 +90,7 @@ class Eagle3Method:
                 return None  # one that cannot be trained may still be served as it is
             raise
         draft = StartingDraft(shape, tensors)
-        if shape.pruned and leaves_a_draft_unread(target.load_format, METHODS["eagle3"], target.device_type):
+        if shape.pruned and _reads_no_file(target):
             raise SpecConfigError(
                 f"a draft with a pruned vocabulary ({shape.draft_vocab_size} of {shape.vocab_size} tokens) under "
                 f"load_format={target.load_format}: the installed vLLM's V2 model runner then leaves the draft's file unread and "

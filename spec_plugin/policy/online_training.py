@@ -91,7 +91,6 @@ class DraftTraining:
         self._pace = Pace()
         self._resume_from: Path | None = None
         self._promised: tuple[float, ...] = ()  # of a draft that was resumed, until it is judged anew
-        self._token_counts: Tensor | None = None  # [V], while a new pruned draft waits for its vocabulary
 
     @hookimpl
     def spec_configure(self, config: SpecConfig, target: TargetInfo, method: Method) -> None:
@@ -109,13 +108,12 @@ class DraftTraining:
         """All ranks go on with the first one's draft; where they do not all have one, a new one begins (collective)."""
         with together("begin anew"):
             result = yield
-        counts = self._token_counts is not None
-        lacks, counting, counted = on_any_rank(self._trainer is None or self._buffer is None, counts, not counts)
+        (lacks,) = on_any_rank(self._trainer is None or self._buffer is None)
         self._slice = None
         self._begin_to_measure()
         self._pace, self._promised = Pace(), ()
-        if lacks or (counting and counted):
-            self._trainer = self._buffer = self._token_counts = None
+        if lacks:
+            self._trainer = self._buffer = None
         elif self._trainer is not None:
             self._trainer.follow_first()
         return result
@@ -146,14 +144,11 @@ class DraftTraining:
         device = _device(self._target, event.embed)
         trainer = draft_trainer(config, self._target, start, device, offload=device.type == "cuda")
         self._buffer = HiddenBuffer(config.buffer_tokens, config.buffer_mb << 20, config.seed)
-        if start.config.pruned and start.tensors is None:
-            self._token_counts = torch.zeros(start.config.vocab_size, dtype=torch.int64)
         (resumes,) = on_any_rank(is_first() and self._resume_from is not None)
         if resumes:
             saved = trainer.load(self._resume_from or "")  # the first rank reads
             self._promised = tuple(saved.get(_CHANCES, ()))
             self._proposals.resume(saved.get(_TEMPERATURE))
-            self._token_counts = None
         return trainer
 
     @hookimpl
@@ -161,9 +156,6 @@ class DraftTraining:
         """Cut the pack into documents; the buffer copies what it keeps."""
         if self._buffer is None:
             return
-        if self._token_counts is not None:
-            sampled = hidden.input_ids[hidden.loss_mask]
-            self._token_counts += torch.bincount(sampled, minlength=self._token_counts.numel())
         for document in documents_of(hidden):
             self._buffer.add(document, hidden.owned)
 
@@ -179,9 +171,9 @@ class DraftTraining:
         if self._trainer is None or self._buffer is None or not self._config.train or seconds <= 0:
             return
         with self._trainer.working():
-            if self._token_counts is not None:  # the first rollouts show which tokens this policy uses
-                self._trainer.select_vocabulary(self._token_counts)
-                self._token_counts = None
+            start = self._method.draft
+            if start is not None and start.config.pruned and start.tensors is None:  # a given draft's is its maker's
+                self._trainer.select_vocabulary(self._buffer.token_counts(start.config.vocab_size))
             self._train_and_measure(self._trainer, self._buffer, seconds * self._pace.share)
 
     def _train_and_measure(self, trainer: DraftTrainer, buffer: HiddenBuffer, seconds: float) -> None:

@@ -148,6 +148,17 @@ def test_sampling_uses_its_own_random_stream_and_its_state_resumes_it():
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
+def test_tokens_are_counted_where_they_were_sampled_and_a_prompts_come_behind_all_of_those():
+    b = buffer()
+    assert b.token_counts(10).tolist() == [0.0] * 10
+    for ids in ([7, 7, 7, 7, 1, 2, 1], [7, 3, 1, 1, 1, 2, 1]):
+        n = len(ids)
+        b.add(Document(torch.tensor(ids), torch.zeros(n, 2), torch.zeros(n, 2), torch.arange(n) > 3, 0))
+    counts = b.token_counts(10)
+    assert counts.round().tolist() == [0, 4, 2, 0, 0, 0, 0, 0, 0, 0]
+    assert counts.argsort(descending=True, stable=True)[:5].tolist() == [1, 2, 7, 3, 0]
+
+
 def test_an_empty_buffer_gives_nothing():
     assert buffer().sample(100, 0.5) == [] and buffer().newest_policy_version == -1
 

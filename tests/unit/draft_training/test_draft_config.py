@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders.drafts import TINY
@@ -164,6 +166,24 @@ def test_aux_layers_must_be_ascending_distinct_and_within_the_target(ids):
 def test_a_target_config_with_gaps_is_refused_by_key():
     with pytest.raises(DraftConfigError, match="lacks hidden_size"):
         DraftConfig.from_target(target(hidden_size=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "fits"),
+    [  # vocabulary, hidden size, intermediate size, heads, their groups, their width
+        ("Qwen3-0.6B", (151936, 1024, 3072, 16, 8, 128), 16384),
+        ("Qwen3-8B", (151936, 4096, 12288, 32, 8, 128), 32768),
+        ("SmolLM2-135M", (49152, 576, 1536, 9, 3, 64), 8192),
+        ("a Llama of old", (32000, 4096, 11008, 32, 32, 128), 32000),
+        ("a toy", (320, 96, 192, 4, 2, 32), 320),
+    ],
+)
+def test_unasked_a_head_is_pruned_to_what_the_rest_of_the_draft_weighs(name, sizes, fits):
+    vocabulary, hidden, mlp, heads, groups, width = sizes
+    config = DraftConfig(vocabulary, vocabulary, hidden, mlp, heads, groups, width, (2, 16, 30))
+    assert config.fitting_vocabulary == fits, name
+    assert fits == vocabulary or fits * hidden <= config.parameters
+    assert replace(config, draft_vocab_size=fits).fitting_vocabulary == fits, "whatever it is pruned to now"
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused():

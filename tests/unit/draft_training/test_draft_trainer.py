@@ -195,6 +195,11 @@ def test_the_vocabulary_is_the_most_frequent_tokens(pruned):
     assert t.draft.t2d.nonzero().squeeze(1).tolist() == ids.tolist()
     assert torch.equal(t.draft.lm_head.weight, make_policy()[1][ids])
     assert t.train_slice(make_buffer(), 60, 2).steps == 2
+    counts = torch.zeros(40, dtype=torch.int64)
+    counts[30] = 1
+    t.select_vocabulary(counts)
+    assert t.draft.vocabulary().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 17, 20, 30], "those that are in it stay before others come"
+    assert torch.equal(t.draft.lm_head.weight, make_policy()[1][t.draft.vocabulary()])
 
 
 def test_the_public_api_is_what_others_build_on():

@@ -56,9 +56,14 @@ def v1_methods(device_type: str = "cuda") -> set[str]:
     return {name for name, settings in METHODS.items() if not runner_of(settings, device_type).v2}
 
 
-def configure(vocabulary: int | None, load_format: str = "dummy", device_type: str = "cuda") -> None:
-    target = TargetInfo("", tiny_config().to_dict(), "bfloat16", device_type=device_type, load_format=load_format)
-    Eagle3Method().spec_method(SpecConfig(draft_vocab_size=vocabulary), target)
+def configure(
+    vocabulary: int | None, load_format: str = "dummy", device_type: str = "cuda", of_the_target: int = 320
+) -> int:
+    hf = tiny_config().to_dict() | {"vocab_size": of_the_target}
+    target = TargetInfo("", hf, "bfloat16", device_type=device_type, load_format=load_format)
+    method = Eagle3Method().spec_method(SpecConfig(draft_vocab_size=vocabulary), target)
+    assert method is not None and method.draft is not None
+    return method.draft.config.draft_vocab_size
 
 
 def test_a_head_that_would_be_dropped_is_refused_with_what_to_set(installed):
@@ -76,6 +81,14 @@ def test_a_head_that_would_be_dropped_is_refused_with_what_to_set(installed):
 )
 def test_a_run_that_loses_nothing_is_not_refused(installed, what, arguments):
     configure(**arguments)
+
+
+def test_unasked_a_vocabulary_is_pruned_only_where_the_engine_reads_the_drafts_file(installed):
+    large = 1 << 17
+    assert configure(None, "auto", of_the_target=large) < large // 2
+    assert configure(None, "dummy", device_type="cpu", of_the_target=large) < large // 2
+    assert configure(None, "dummy", of_the_target=large) == large
+    assert configure(large, "auto", of_the_target=large) == large, "all of them, where a user says so"
 
 
 @pytest.mark.parametrize(("file", "text"), [(LOADER, IN_0_33), (CONFIG, V1_ONLY), (LOADER, "")])

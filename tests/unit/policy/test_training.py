@@ -109,6 +109,27 @@ def test_a_new_pruned_draft_takes_the_tokens_that_the_policy_uses() -> None:
     assert torch.equal(refresh.tensors["lm_head.weight"], event.lm_head[ids])
 
 
+def test_the_vocabulary_of_a_pruned_draft_follows_the_text_and_resumes_as_it_was(tmp_path: Path) -> None:
+    p = plugin(draft_vocab_size=32, train_max_steps=1, buffer_tokens=1024)
+
+    def vocabulary(run: DraftTraining, version: int) -> set[int]:
+        run.spec_weight_sync(event=sync(version))
+        refresh = run.spec_draft_weights(event=sync(version))
+        assert refresh is not None
+        return set((torch.arange(32) + refresh.tensors["d2t"]).tolist())
+
+    p.spec_weight_sync(event=sync())
+    for step, first in enumerate((90, 60)):  # other tokens, until the first ones have left the buffer
+        for _ in range(40):
+            p.spec_target_forward(hidden=hidden(torch.arange(first, first + 4).repeat(10), step))
+        p.spec_train_draft(step=step + 1, seconds=30.0)
+        assert set(range(first, first + 4)) <= vocabulary(p, step + 1)
+    p.spec_save(path=tmp_path)
+    resumed = plugin(draft_vocab_size=32, train_max_steps=1)
+    resumed.spec_load(path=tmp_path)
+    assert vocabulary(resumed, 2) == vocabulary(p, 2)
+
+
 @pytest.mark.parametrize("torn", [False, True], ids=["saved", "killed between two renames"])
 def test_a_resumed_run_continues_the_saved_draft(tmp_path: Path, torn: bool) -> None:
     p = plugin(train_max_steps=2)

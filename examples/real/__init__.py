@@ -1,0 +1,1 @@
+"""A real small language model under GRPO, with the flag and without."""
