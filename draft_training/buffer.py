@@ -140,7 +140,7 @@ class HiddenBuffer:
                     yield document.window(start, stop)
 
     def token_counts(self, vocabulary: int) -> torch.Tensor:
-        """[vocabulary] float64: how often the policy sampled each token of what is held; one that it read counts as next to nothing."""
+        """[vocabulary] float64: how often the policy sampled each token of what is held; one that it read counts for little."""
         if not self._documents:
             return torch.zeros(vocabulary, dtype=torch.float64)
         ids = torch.cat([document.input_ids for document in self._documents])

@@ -95,7 +95,8 @@ def ttt_loss(
 
     With a pruned vocabulary the target's distribution is restricted to it and renormalised, and positions whose sampled token
     lies outside carry no loss though they count in the mean. (EAGLE-3's ``position_mask`` asks for the target's argmax instead,
-    which takes the product with the whole head.) Logits exist for ``chunk_elements / Vd`` positions at a time, gradients included.
+    which takes the product with the whole head.) Logits exist for ``chunk_elements / Vd`` positions at a time, gradients
+    included.
 
     Args:
         draft: the model; only its own parameters receive gradients.

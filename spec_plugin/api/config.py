@@ -40,8 +40,8 @@ class SpecConfig(BaseModel):
         None,
         ge=32,
         le=2**24,
-        description="tokens that a new draft may propose: those sampled most in the latest rollouts; the target's vocab_size: all; "
-        "none: as many as weigh no more than the rest of the draft, 32768 at most",
+        description="tokens that a new draft may propose: those sampled most in the latest rollouts; the target's "
+        "vocab_size: all; none: as many as weigh no more than the rest of the draft, 32768 at most",
     )
     aux_layers: tuple[int, ...] | None = Field(
         None,
@@ -65,7 +65,8 @@ class SpecConfig(BaseModel):
         0.10,
         ge=0.0,
         le=0.5,
-        description="most of a step's time for draft training, as a fraction; less is taken where it no longer helps",
+        description="most time for draft training in a step, as a fraction of what generation without drafts would make the "
+        "trainer wait; less is taken where it no longer helps",
     )
     head_start: float = Field(
         1.0,

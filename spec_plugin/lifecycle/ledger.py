@@ -38,6 +38,9 @@ class Ledger:
         self.overlaps = overlaps
         self._saved: float | None = None  # of the step in progress
         self._spent, self._inside = 0.0, False
+        self.plain_s = (
+            0.0  # of the step in progress: what its rollouts would have made the trainer wait for without drafts
+        )
         self._closed: dict[str, float] = {}  # what the last step's metrics say
         self._saved_so_far = self._spent_so_far = 0.0
         self._began: float | None = None  # the phase
@@ -88,16 +91,14 @@ class Ledger:
         if self.overlaps and phase > 0.0:
             self._judge_hidden(max(waited, max(_most_without(e, slowdown) for e in engines) - work) / phase)
         recomputing = max(e.recomputing_seconds for e in engines)
-        if slowdown is None and not recomputing:
-            return
-        busy = stats.busy_seconds
+        busy = stats.busy_seconds or stats.seconds
         longer = busy * ((1.0 if slowdown is None else slowdown) - 1.0) - recomputing
         if not math.isfinite(longer):
             return
-        if self.overlaps:
-            behind, without = (max(0.0, seconds - work) for seconds in (busy, busy + longer))
-            longer = without - behind
-        self._saved = (self._saved or 0.0) + longer
+        behind, without = (max(0.0, seconds - work * self.overlaps) for seconds in (busy, busy + longer))
+        self.plain_s += without
+        if slowdown is not None or recomputing:
+            self._saved = (self._saved or 0.0) + without - behind
 
     def _judge_hidden(self, share: float) -> None:
         """From the share of a phase for which the trainer waits, or would without drafts."""
@@ -111,7 +112,7 @@ class Ledger:
     def close(self) -> None:
         """A step of the trainer is over."""
         saved, spent = self._saved, self._spent
-        self._saved, self._spent = None, 0.0
+        self._saved, self._spent, self.plain_s = None, 0.0, 0.0
         self._spent_so_far += spent
         self._saved_so_far += saved or 0.0
         self._closed = {

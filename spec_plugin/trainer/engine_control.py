@@ -28,7 +28,6 @@ from spec_plugin.api.spans import FORGOTTEN, Span
 from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle.session import SpecSession
 from spec_plugin.trainer.links import EngineLink
-from spec_plugin.trainer.slice_clock import SliceClock
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,16 +51,15 @@ _REASONS = 20
 class EngineControl:
     """Refresh, self-test, schedule and counters of all engines of a run. Only the rank that has the link to them has one."""
 
-    def __init__(self, session: SpecSession, link: EngineLink, slices: SliceClock, sleeps: bool) -> None:
+    def __init__(self, session: SpecSession, link: EngineLink, sleeps: bool) -> None:
         """Bind to engines that run, or will run.
 
         Args:
             session: of this process.
             link: to all engines of the run.
-            slices: measures the trainer's steps, of which the time of a self-test is no part.
             sleeps: may the engines have no weights in memory when a phase ends.
         """
-        self.session, self.link, self._slices, self._sleeps = session, link, slices, sleeps
+        self.session, self.link, self._sleeps = session, link, sleeps
         self.running: int | None = None  # policy version of the phase in progress
         self._tested: int | None = None  # draft version of the last self-test
         self._drafts_tested = False  # was it more than the part that begins a run
@@ -156,7 +154,6 @@ class EngineControl:
         if self._tested is None:
             begins = session.method.newborn and session.config.serve != "always" and self._installed <= 0
             await self._self_test(SelfTestPart.START if begins else SelfTestPart.ALL)
-            self._slices.restart()  # start-up is no part of the first step
         if not self._recalled and not session.failed:
             await self._recall()
         plain = session.plain_for is not None
@@ -164,9 +161,7 @@ class EngineControl:
         learnt = self._tested == 0 < self._installed
         if schedule is not None and any(schedule.table) and (learnt or not self._drafts_tested):
             # an untrained draft is never right, so only now can the sampler's accepting half be seen at work
-            began = time.monotonic()
             await self._self_test(SelfTestPart.DRAFTS)
-            self._slices.leave_out(time.monotonic() - began)  # the draft's share is one of the step, not of the test
             schedule = session.schedule(policy_version)
         await self._set(schedule, control_share)
         failed_before = session.failed

@@ -26,7 +26,7 @@ from spec_plugin.trainer.judged import share_for
 from spec_plugin.trainer.links import EngineLink
 from spec_plugin.trainer.log_probs import Responses, who_sampled, with_kept_log_probs
 from spec_plugin.trainer.rank_engines import RanksLink
-from spec_plugin.trainer.slice_clock import SliceClock
+from spec_plugin.trainer.slice_budget import SliceBudget
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,8 @@ class SpecRun:
         session.ledger.overlaps = overlaps
         self._ranks = link if isinstance(link, RanksLink) else None
         self.link = link if self._ranks is None or is_first() else None  # all engines of the run, on the first rank
-        self._slices = SliceClock()
-        self.engines = (
-            None if self.link is None else EngineControl(session, self.link, self._slices, sleeps or overlaps)
-        )
+        self._slices = SliceBudget()
+        self.engines = None if self.link is None else EngineControl(session, self.link, sleeps or overlaps)
         self.policy_version = -1  # of the weights that the engines roll out with; -1 before the first weight sync
         self.lags = overlaps  # may sequences be older than the policy that recomputes them; the same on all ranks
         self._in_pass = self._synced = False
@@ -362,16 +360,16 @@ class SpecRun:
         self._checked = False
         self._asked = self._asked and not self.lags  # else the engines have said all of this phase
         self._ahead += 1
-        session, share = self.session, self.session.config.train_share
-        wanted, head_start = 0.0 if session.idle else session.head_start(), 0.0
+        session, seconds = self.session, 0.0
+        wanted = 0.0 if session.idle else session.head_start()
         self.agree()  # behind it: who failed there takes no part in the slice
         with session.guarded(Reason.TRAINING, "head start"):
-            head_start = most_of_any_rank(wanted)
-        step_seconds = self._slices.step_seconds()
+            # what plain generation takes is known where the link to the engines is
+            earned = self._slices.seconds(most_of_any_rank(session.ledger.plain_s))
+            seconds = session.config.train_share * earned + most_of_any_rank(wanted)
         with session.ledger.spending():
             if not session.idle:
-                session.train_draft(step, share / (1.0 - share) * step_seconds + head_start)
-        self._slices.restart()
+                session.train_draft(step, seconds)
         session.ledger.close()
         session.ledger.waits()
 

@@ -238,8 +238,8 @@ MUTATIONS = (
     Mutation(
         _LEDGER,
         "Ledger.rolled_out",
-        "            longer = without - behind\n",
-        "",
+        "(self._saved or 0.0) + without - behind",
+        "(self._saved or 0.0) + longer",
         "generation that is hidden behind training counts as saved",
         ("test_ledger.py",),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 _CONTROL, _LINKS, _HARVEST, _TAPS, _CLOCK = (
-    f"spec_plugin/trainer/{name}.py" for name in ("engine_control", "links", "harvest", "taps", "slice_clock")
+    f"spec_plugin/trainer/{name}.py" for name in ("engine_control", "links", "harvest", "taps", "slice_budget")
 )
 _SESSION, _TAP = "spec_plugin/lifecycle/session.py", "spec_plugin/trainer/evidence.py"
 
@@ -301,9 +301,17 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/trainer/spec_run.py",
         "SpecRun.policy_updated",
-        "share / (1.0 - share) * step_seconds",
-        "share * step_seconds",
-        "draft training gets less than its share of a step",
+        "most_of_any_rank(session.ledger.plain_s)",
+        "session.ledger.plain_s",
+        "ranks without a link to the engines have no time to train the draft, and the others wait for them",
+        ("test_ranks.py",),
+    ),
+    Mutation(
+        "spec_plugin/lifecycle/ledger.py",
+        "Ledger.rolled_out",
+        "self.plain_s += without",
+        "self.plain_s += behind",
+        "the more drafts save, the less they are trained",
         ("test_control_phases.py",),
     ),
     Mutation(
@@ -324,17 +332,17 @@ MUTATIONS = (
     ),
     Mutation(
         _CLOCK,
-        "SliceClock.step_seconds",
-        "min(seconds, _MOST * usual)",
-        "seconds",
+        "SliceBudget.seconds",
+        "min(plain, _MOST * usual)",
+        "plain",
         "a step that was stopped for an hour earns an hour's training",
         ("test_control_phases.py",),
     ),
     Mutation(
         _CLOCK,
-        "SliceClock.step_seconds",
-        "        self._steps.append(seconds)\n",
-        "        self._steps.append(seconds if usual is None else min(seconds, usual))\n",
+        "SliceBudget.seconds",
+        "        self._steps.append(plain)\n",
+        "        self._steps.append(plain if usual is None else min(plain, usual))\n",
         "where steps become longer for good, training never gets its share again",
         ("test_control_phases.py",),
     ),

@@ -198,7 +198,9 @@ def test_the_vocabulary_is_the_most_frequent_tokens(pruned):
     counts = torch.zeros(40, dtype=torch.int64)
     counts[30] = 1
     t.select_vocabulary(counts)
-    assert t.draft.vocabulary().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 17, 20, 30], "those that are in it stay before others come"
+    assert t.draft.vocabulary().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 17, 20, 30], (
+        "those that are in it stay before others come"
+    )
     assert torch.equal(t.draft.lm_head.weight, make_policy()[1][t.draft.vocabulary()])
 
 

@@ -27,8 +27,7 @@ from spec_plugin.api.speculation import Reason
 from spec_plugin.lifecycle import ledger as ledger_module
 from spec_plugin.lifecycle.manager import create_manager
 from spec_plugin.lifecycle.session import SpecSession
-from spec_plugin.trainer import engine_control as control_module
-from spec_plugin.trainer import slice_clock
+from spec_plugin.trainer import slice_budget
 from spec_plugin.trainer.spec_run import SpecRun
 
 NOTHING, SMALL_BATCHES = (0,) * (TARGET.max_num_seqs + 1), (0, 3, *(0,) * (TARGET.max_num_seqs - 1))
@@ -238,26 +237,33 @@ def test_law_3_once_something_was_cut_short_sequences_may_lag_for_good():
     assert control.lags
 
 
-def test_draft_training_gets_its_share_of_a_step_that_it_is_part_of(monkeypatch):
-    now = [100.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
-    monkeypatch.setattr(control_module, "time", clock)
-    monkeypatch.setattr(slice_clock, "time", clock)
+def test_draft_training_gets_its_share_of_what_plain_generation_takes_however_much_drafts_save_of_it():
     control, plugin = made(Engines(), train_share=0.2, head_start=0.0)
-    now[0] += 8.0
+    for busy, slowdown in ((10.0, None), (4.0, 2.5), (0.5, None)):
+        control.session.ledger.rolled_out(RolloutStats(0, 0, 0, busy, busy_seconds=busy), slowdown)
+        trained(control, 0)
     trained(control, 0)
-    assert plugin.seconds == [pytest.approx(2.0)], "two of ten seconds"
+    assert plugin.seconds == [pytest.approx(s) for s in (2.0, 2.0, 0.1, 0.0)], "and none of a step without a rollout"
 
 
-def test_a_step_that_was_stopped_earns_what_one_and_a_half_of_the_usual_ones_earn(monkeypatch):
+def test_law_7_where_rollouts_are_hidden_behind_the_trainers_work_drafts_are_worth_no_training(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(slice_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    clock, earned = slice_clock.SliceClock(), []
-    for step, slice_seconds in ((900.0, 60.0), (8.0, 1.0), (10.0, 1.0), (3600.0, 1.0), (9.0, 1.0), *[(40.0, 4.0)] * 5):
-        now[0] += step
-        earned.append(round(clock.step_seconds(), 3))
-        now[0] += slice_seconds
-        clock.restart()
+    monkeypatch.setattr(ledger_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ledger = ledger_module.Ledger(overlaps=True)
+    ledger.waits()
+    for work, waited, exposed in ((0.0, 10.0, 10.0), (20.0, 0.0, 0.0), (6.0, 4.0, 4.0)):
+        ledger.works()
+        now[0] += work
+        ledger.waits()
+        now[0] += waited
+        ledger.rolled_out(RolloutStats(0, 0, 0, 10.0, busy_seconds=10.0), None)
+        assert ledger.plain_s == pytest.approx(exposed)
+        ledger.close()
+
+
+def test_a_step_that_was_stopped_earns_what_one_and_a_half_of_the_usual_ones_earn():
+    budget = slice_budget.SliceBudget()
+    earned = [budget.seconds(plain) for plain in (900.0, 8.0, 10.0, 3600.0, 9.0, *[40.0] * 5)]
     assert earned[:3] == [900.0, 8.0, 10.0], "the first one is what it is"
     assert earned[3:5] == [15.0, 9.0], "an hour's stop, and the step behind it"
     assert earned[5:] == [15.0, 15.0, 40.0, 40.0, 40.0], "steps that are longer for good are usual soon"
