@@ -39,7 +39,7 @@ def policy(sharpness: float, cache: Path = CACHE) -> Path:
     """The policy's folder in float32, with its tokenizer; made on the first call.
 
     Args:
-        sharpness: its final norm is multiplied by this, so that at temperature 1 it samples as the original does at 1 / sharpness.
+        sharpness: its final norm is multiplied by this, so that at temperature 1 it samples as the original at 1 / sharpness.
             RL sharpens a policy in much the same way: of the original's 2.8 nats a token 2.0 leaves 0.5.
         cache: where it is kept.
     """

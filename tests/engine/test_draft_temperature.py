@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,15 +126,21 @@ def test_samples_are_the_policys_while_the_draft_temperature_changes_at_every_ot
 
 @pytest.fixture(scope="module")
 def half_trained(engine, config, policy) -> Any:
-    """A draft after a few steps on what the engine sampled, with the policy's embedding and head."""
+    asked(engine, temperature=1.0)
+    return learnt(config, policy, finished(engine))
+
+
+def learnt(config: Any, policy: Any, rows: Any) -> Any:
+    """A draft after a few steps on what an engine sampled, with the policy's embedding and head."""
     from draft_training import DraftTrainer, HiddenBuffer, TrainSettings
 
-    asked(engine, temperature=1.0)
     buffer = HiddenBuffer(1 << 20, 1 << 40, 0)
-    for document in harvest(policy, finished(engine), config.aux_layers):
+    for document in harvest(policy, rows, config.aux_layers):
         buffer.add(document)
     trainer = DraftTrainer(config, TrainSettings(ttt_steps=K, tokens_per_step=512), device="cpu", seed=0)
     trainer.update_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight, 0)
+    if config.pruned:
+        trainer.select_vocabulary(buffer.token_counts(config.vocab_size))
     trainer.train_slice(buffer, math.inf, OPTIMIZER_STEPS)
     return trainer
 
@@ -152,13 +159,20 @@ def test_the_engine_makes_what_the_replay_promises(
     engine, config, policy, half_trained, draft_temperature, temperature
 ):
     """Of a draft that has learnt a little and reads hidden states, by position."""
-    put_in_force(engine, half_trained.engine_tensors(torch.float32), draft_temperature)
+    assert_as_promised(engine, config, policy, half_trained, draft_temperature, temperature)
+
+
+def assert_as_promised(
+    engine: Any, config: Any, policy: Any, trainer: Any, draft_temperature: float, temperature: float
+) -> Any:
+    """The engine's tokens a step with a trainer's draft, against its replay on what was sampled; the rows."""
+    put_in_force(engine, trainer.engine_tensors(torch.float32), draft_temperature)
     before = by_position(engine)
     for _ in range(BATCHES):
         asked(engine, temperature=temperature)
     rows = finished(engine)
     steps, *accepted = (now - then for now, then in zip(by_position(engine), before, strict=True))
-    found = half_trained.evaluate(harvest(policy, rows, config.aux_layers), K, sampling=Sampled(temperature)).proposals
+    found = trainer.evaluate(harvest(policy, rows, config.aux_layers), K, sampling=Sampled(temperature)).proposals
     promised = tokens_per_step((*found.chances(draft_temperature), 0.0), K)
     made = 1 + sum(accepted) / steps
     print(
@@ -170,6 +184,33 @@ def test_the_engine_makes_what_the_replay_promises(
         [a / b for a, b in zip(accepted, (steps, *accepted), strict=False)],
     )
     assert made == pytest.approx(promised, rel=0.06 if runner.V2 else 0.03)
+    return rows
+
+
+def test_a_pruned_draft_makes_what_is_promised_and_samples_are_the_policys_while_its_vocabulary_changes(
+    engine, target, config, policy, tmp_path
+):
+    """A token outside has no chance to be proposed, and is sampled as often as the policy says."""
+    from draft_training.eagle3 import save_draft
+
+    asked(engine, temperature=1.5)
+    few = replace(config, draft_vocab_size=small.VOCAB // 4)
+    trainer = learnt(few, policy, finished(engine))
+    save_draft(tmp_path / "draft", few, trainer.engine_tensors(torch.float32))
+    speculation = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
+    speculation["draft_sample_method"] = "probabilistic"
+    llm = small.start_engine(target, tmp_path / "draft", speculative_config=speculation, max_num_seqs=16)
+    for draft_temperature in (1.0, 0.0):
+        rows = assert_as_promised(llm, few, policy, trainer, draft_temperature, 1.5)
+        assert_the_policys(rows, policy, 1.5)
+    drafts = [trainer.engine_tensors(torch.float32)]
+    trainer.select_vocabulary(torch.arange(small.VOCAB))
+    drafts.append(trainer.engine_tensors(torch.float32))
+    assert not torch.equal(*(draft["d2t"] for draft in drafts))
+    asked(llm, temperature=1.5)
+    turns = itertools.cycle(itertools.product(drafts, (1.0, 0.0)))
+    rows = finished(llm, lambda step: put_in_force(llm, *next(turns)) if step % 2 else None)
+    assert_the_policys(rows, policy, 1.5)
 
 
 def test_a_draft_temperature_of_0_proposes_what_an_engine_of_greedy_drafts_would(engine, config):
