@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: guards help env verl-env quickstart test times lint format unit mutants engine-test trainer-test conformance soak versions bench bench-card clean
+.PHONY: guards help env verl-env quickstart real test times lint format unit mutants engine-test trainer-test conformance soak versions bench bench-card clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -31,6 +31,10 @@ env:  ## create or update .envs/$(TRAINER) (instant when it is current)
 
 quickstart: env  ## a GRPO run on this CPU with speculative rollouts, about 4 minutes; TRAINER=openrlhf or trl, ARGS="--steps 20 --plain" …
 	@.envs/$(TRAINER)/bin/python examples/quickstart/run.py --trainer $(TRAINER) $(ARGS)
+
+real:  ## GRPO of SmolLM2-135M in TRL on this CPU, with the flag and without, in turns; ARGS="--sharpness 1 --steps 12" …
+	@$(MAKE_ENV) trl
+	@.envs/trl/bin/python examples/real/run.py $(ARGS)
 
 verl-env:
 	@$(MAKE_ENV) verl
