@@ -54,7 +54,7 @@ def commands() -> str:
     from spec_plugin.commands.cli import main
 
     context = click.Context(main, info_name="spec-plugin", max_content_width=90, terminal_width=90)
-    parts = [f"# Commands\n\n{_block(main, context)}"]
+    parts = [_block(main, context)]
     for name in main.list_commands(context):
         command = main.get_command(context, name)
         if command is not None:
@@ -71,7 +71,7 @@ def hooks() -> str:
     """The page of all hooks: the docstrings of ``spec_plugin/api/hookspecs.py``."""
     from spec_plugin.api import hookspecs
 
-    parts = [f"# Hooks\n\n{_as_markdown(hookspecs.__doc__ or '')}"]
+    parts = [_as_markdown(hookspecs.__doc__ or "")]
     marker = f"{hookspecs.PROJECT}_spec"
     for name, function in vars(hookspecs).items():
         if hasattr(function, marker):
@@ -103,19 +103,29 @@ def _section(found: re.Match[str]) -> str:
     return f"**{found[1]}**\n\n{joined}\n"
 
 
-def tables() -> dict[str, str]:
-    """By their marks in the pages: the tables that the code knows."""
+def options() -> str:
+    """The table of options."""
+    from spec_plugin.api.config import options_table
+
+    return options_table()
+
+
+def metrics() -> str:
+    """The table of metrics, from the schema that the conformance kit holds runs against."""
     from spec_plugin_conformance.metrics import SCHEMA
 
-    from spec_plugin.api.config import options_table
+    return "\n".join(["| metric | meaning |", "| --- | --- |", *(f"| `{m.name}` | {m.meaning} |" for m in SCHEMA)])
+
+
+def codes() -> str:
+    """The tables of ``spec/state`` and ``spec/reason``."""
     from spec_plugin.api.speculation import Reason, Speculation
 
-    metrics = ["| metric | meaning |", "| --- | --- |", *(f"| `{m.name}` | {m.meaning} |" for m in SCHEMA)]
-    codes = []
+    found = []
     for name, members in (("spec/state", Speculation), ("spec/reason", Reason)):
         rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in members]
-        codes.append("\n".join([f"`{name}`:\n", "| number | name | meaning |", "| --- | --- | --- |", *rows]))
-    return {"options": options_table(), "metrics": "\n".join(metrics), "codes": "\n\n".join(codes)}
+        found.append("\n".join([f"`{name}`:\n", "| number | name | meaning |", "| --- | --- | --- |", *rows]))
+    return "\n\n".join(found)
 
 
 def picture() -> str:
@@ -140,6 +150,17 @@ def picture() -> str:
     return f'<div class="picture">{svg[svg.index("<svg") :].replace(ink, "currentColor")}</div>'
 
 
+#: by its marks in a page, what is made when the site is built
+MADE = {
+    "options": options,
+    "metrics": metrics,
+    "codes": codes,
+    "commands": commands,
+    "hooks": hooks,
+    "picture": picture,
+}
+
+
 # ---- what mkdocs calls
 
 
@@ -149,19 +170,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name, source in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text()))
-    for name, content in (("reference/cli.md", commands()), ("reference/hooks.md", hooks())):
-        files.append(File.generated(config, name, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in what the code knows, and make links what they are in the site."""
     uri = page.file.src_uri
-    for name, table in tables().items() if uri.startswith("reference/") else ():
-        marks = rf"(<!-- {name}:begin -->\n).*?(\n<!-- {name}:end -->)"
-        markdown = re.sub(marks, lambda m, table=table: m[1] + table + m[2], markdown, flags=re.S)  # type: ignore[misc]
-    if "<!-- picture -->" in markdown:
-        markdown = markdown.replace("<!-- picture -->", picture())
+    for name, make in MADE.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if begin in markdown:
+            before, rest = markdown.split(begin)
+            markdown = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
     pieces = FENCED.split(markdown)
     pieces[::2] = [LINK.sub(lambda m: _link(m, uri, files), piece) for piece in pieces[::2]]
     return "".join(pieces)
