@@ -14,6 +14,7 @@ import os
 import posixpath
 import re
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -82,9 +83,14 @@ def hooks() -> str:
             )
             said = _as_markdown(inspect.getdoc(function) or "")
             parts.append(
-                f"## {name}\n\n```python\n{name}{inspect.signature(function)}\n```\n\n{said}\n\nOf several plugins {answers}."
+                f"## {name}\n\n```python\n{name}{_signature(function)}\n```\n\n{said}\n\nOf several plugins {answers}."
             )
     return "\n\n".join(parts)
+
+
+def _signature(function: Callable[..., object]) -> str:
+    """Arguments and answer, with types as they are written, which ``from __future__ import annotations`` keeps as texts."""
+    return str(inspect.signature(function)).replace("'", "")
 
 
 def _as_markdown(docstring: str) -> str:
@@ -183,7 +189,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             markdown = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
     pieces = FENCED.split(markdown)
     pieces[::2] = [LINK.sub(lambda m: _link(m, uri, files), piece) for piece in pieces[::2]]
+    pieces[1::2] = [_scrolling(block) if block.startswith("```mermaid") else block for block in pieces[1::2]]
     return "".join(pieces)
+
+
+def _scrolling(diagram: str) -> str:
+    return f'<div class="diagram" markdown>\n\n{diagram}\n\n</div>'
 
 
 def _link(found: re.Match[str], uri: str, files: Files) -> str:

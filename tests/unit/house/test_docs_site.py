@@ -70,7 +70,7 @@ def test_the_page_of_hooks_has_each_with_its_arguments_and_what_it_raises() -> N
     page = docs_site.hooks()
     names = [name for name in vars(hookspecs) if name.startswith("spec_")]
     assert re.findall(r"^## (\w+)$", page, re.M) == names
-    assert "spec_train_draft(step: 'int', seconds: 'float')" in page.replace('"', "'")
+    assert "spec_train_draft(step: int, seconds: float) -> None" in page
     assert "- LogprobProvenanceError: if any of them is not the target's at the recorded policy version." in page
     assert page.count("the first answer that is not None holds") == 6 and "``" not in page.replace("```", "")
 
