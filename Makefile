@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: guards help env verl-env quickstart real test times lint format unit mutants engine-test trainer-test conformance soak versions bench bench-card clean
+.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test conformance soak versions bench bench-card clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -45,12 +45,15 @@ test:  ## everything, side by side, with a table at the end; JOBS=1 for one afte
 times:  ## print the table of the last `make test` again
 	@$(CHECK) --times
 
-lint:  ## ruff, mypy, the import arrows, and whether each mistake of `make mutants` can still be made
+lint:  ## ruff, mypy, the import arrows, the documentation site, and whether each mistake of `make mutants` can still be made
 	@$(CHECK) --foreground lint
 
 format: verl-env  ## let ruff repair and format the sources
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: verl-env  ## build the documentation site into site/; a link that leads nowhere fails
+	@$(PY) tools/docs_site.py
 
 unit:  ## tests without an engine, but for the slow ones (minutes); ARGS="-k harvest" for some, of all
 	@$(CHECK) --foreground unit -- $(if $(ARGS),$(ARGS),-m "not slow")
@@ -87,5 +90,5 @@ bench-card: verl-env  ## what the flag costs and gains on one GPU, in parts; wit
 	$(PY) examples/bench/card.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
-	rm -rf .cache runs outputs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info testing/{build,dist,*.egg-info}
+	rm -rf .cache runs outputs site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info testing/{build,dist,*.egg-info}
 	find . -name __pycache__ -not -path './.envs/*' -prune -exec rm -rf {} +

@@ -50,6 +50,7 @@ LINT = (
     ".envs/verl/bin/python -m ruff format --check .",
     ".envs/verl/bin/python -m mypy",
     ".envs/verl/bin/lint-imports",
+    ".envs/verl/bin/python tools/docs_site.py",
     "env PYTHONPATH=tests:testing .envs/verl/bin/python -m mutants.run --check",
 )
 #: engine tests on vLLM's V2 model runner, whose kernels run in Triton's interpreter: under asynchronous scheduling, as on a card,

@@ -279,7 +279,7 @@ def described_options() -> list[tuple[str, str, str, str]]:
 
 
 def options_table() -> str:
-    """All options as a Markdown table; the copy in docs/reference.md is checked against it in CI."""
+    """All options as a Markdown table; the copy in docs/reference/options.md is checked against it in CI."""
     rows = ["| option | default | allowed | meaning |", "| --- | --- | --- | --- |"]
     for name, *cells in described_options():
         rows.append(" | ".join([f"| `{name}`", *(cell.replace("|", "\\|") for cell in cells)]) + " |")

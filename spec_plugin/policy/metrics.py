@@ -1,6 +1,6 @@
 """The metrics sink: what the engine did, under ``spec/*`` names that are the same for every trainer's logger.
 
-docs/reference.md says what each means; with which bounds, the kit's ``spec_plugin_conformance.metrics``.
+docs/reference/metrics.md says what each means; with which bounds, the kit's ``spec_plugin_conformance.metrics``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schema of ``spec/*``: each metric that a run may log, with unit, bounds and meaning, as docs/reference.md has them."""
+"""The schema of ``spec/*``: each metric that a run may log, with unit, bounds and meaning: docs/reference/metrics.md has them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a step costs of the draft, by the k that the table says: V1 runs k passes, V2 of vLLM 0.29 all of ``spec.k``, paused none.
 
-docs/limits.md says so with these numbers. vLLM 0.32 hands k on to the draft: where the test of V2 fails for that, the
+docs/support/limits.md says so with these numbers. vLLM 0.32 hands k on to the draft: where the test of V2 fails for that, the
 sentence and the test can go.
 """
 

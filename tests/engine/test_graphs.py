@@ -1,6 +1,6 @@
 """Full CUDA graphs on vLLM's V2 model runner for every k of an engine as the flag starts it; which graphs, not their capture.
 
-An H100 with vLLM 0.26 showed the fault (docs/measured.md). What is not a GPU's here is real: config, managers, table.
+An H100 with vLLM 0.26 showed the fault (examples/bench/NOTEBOOK.md). What is not a GPU's here is real: config, managers, table.
 """
 
 from __future__ import annotations

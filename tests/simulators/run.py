@@ -1,6 +1,6 @@
 """``make guards``: simulated runs with known truth under each guard, hundreds of each kind, and the bounds that are stated.
 
-Exit code 1 if a bound does not hold. ``--markdown`` prints the tables of docs/guards.md.
+Exit code 1 if a bound does not hold. ``--markdown`` prints the tables of docs/guards.md and docs/explain/controller.md.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def _quiet() -> None:
 
 
 def as_markdown(shown: Shown) -> str:
-    """For docs/guards.md."""
+    """For docs/guards.md and docs/explain/controller.md."""
     rows = [shown.head, tuple("---" for _ in shown.head), *shown.rows]
     return "\n".join([f"{shown.title}:", "", *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -376,7 +376,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=300, help="of each kind (default: %(default)s)")
     parser.add_argument("--phases", type=int, default=200, help="of each run (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    parser.add_argument("--markdown", action="store_true", help="tables as in docs/guards.md")
+    parser.add_argument("--markdown", action="store_true", help="tables as in docs")
     asked = parser.parse_args()
     console, broken = Console(), []
     with ProcessPoolExecutor(asked.jobs, initializer=_quiet) as pool:

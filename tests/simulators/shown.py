@@ -1,4 +1,4 @@
-"""What a simulator shows: a table of docs/guards.md, and the bounds that do not hold in it."""
+"""What a simulator shows: a table of docs/guards.md or docs/explain/controller.md, and the bounds that do not hold in it."""
 
 from __future__ import annotations
 

@@ -453,7 +453,7 @@ def test_a_draft_that_no_training_predicts_is_tried_again_where_the_first_try_sh
     while not any(c.spec_schedule(1).table):
         c.spec_rollout_end(phase(50.0))
         rested += 1
-        assert rested <= REST, "docs/how-it-works.md: an unused draft is tried now and then"
+        assert rested <= REST, "docs/explain/how-it-works.md: an unused draft is tried now and then"
     assert rested > 1
     c.spec_rollout_end(phase(100.0, K, 3.0))
     assert any(c.spec_schedule(2).table), "and served, where it is worth it"

@@ -165,7 +165,7 @@ def test_the_installed_vllm_answers_as_its_own_function_for_each_method(monkeypa
 @pytest.mark.skipif(not find_spec("vllm"), reason="needs vLLM")
 def test_the_documents_table_of_runners_is_what_the_installed_vllm_says(monkeypatch):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    text = (ROOT / "docs" / "supported.md").read_text()
+    text = (ROOT / "docs" / "support" / "shapes.md").read_text()
     rows = re.findall(r"^\| `(\w+)`(: [^|]+?)? \| (V1|V2) \|", text, re.M)
     written = {name + rest: runner for name, rest, runner in rows}
     assert written == {name: "V2" if runner_of(s, "cuda").v2 else "V1" for name, s in METHODS.items()}

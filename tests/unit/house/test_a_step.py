@@ -1,4 +1,4 @@
-"""docs/a-step.md, the picture of a step, says what the code does."""
+"""docs/explain/a-step.md, the picture of a step, says what the code does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from spec_plugin.trainer.links import ActorsLink, EngineLink, LocalLink
 from spec_plugin.trainer.log_probs import Responses
 from spec_plugin.trainer.spec_run import SpecRun
 
-PAGE = (ROOT / "docs" / "a-step.md").read_text()
+PAGE = (ROOT / "docs" / "explain" / "a-step.md").read_text()
 PICTURE = re.findall(r"```mermaid\n(.*?)```", PAGE, re.S)[0]
 HOOKS = {name for name in vars(hookspecs) if name.startswith("spec_")}
 #: who has what is called at an arrow that ends there; the control reaches the front through a link

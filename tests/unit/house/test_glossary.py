@@ -1,4 +1,4 @@
-"""docs/glossary.md: at most 40 terms, each once, and none that is another one's other name."""
+"""docs/reference/glossary.md: at most 40 terms, each once, and none that is another one's other name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 from builders.paths import ROOT
 
-PAGE = (ROOT / "docs" / "glossary.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "glossary.md").read_text()
 
 
 def test_there_are_at_most_forty_terms_and_each_has_one_meaning():

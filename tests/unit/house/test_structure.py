@@ -1,4 +1,4 @@
-"""docs/structure.md, where a line of code lives, says what the tree is."""
+"""docs/develop/structure.md, where a line of code lives, says what the tree is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from builders.paths import ROOT
 
-PAGE = (ROOT / "docs" / "structure.md").read_text()
+PAGE = (ROOT / "docs" / "develop" / "structure.md").read_text()
 PACKAGE = ROOT / "spec_plugin"
 ROOMS = sorted(folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
 QUOTED = re.findall(r"`([\w/.]+)`", PAGE)

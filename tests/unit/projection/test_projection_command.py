@@ -41,7 +41,7 @@ def test_numbers_for_programs_are_json() -> None:
     assert [row["k"] for row in found["rows"]] == ["plain", 3, "by batch size"]
     assert found["asked"]["model"] == "Qwen3-8B"
     assert found["schema"] == 1 and found.keys() == {"schema", "asked", "plain", "rows"}
-    promised = (ROOT / "docs" / "reference.md").read_text()
+    promised = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     spans = {"rollout_s", "rollout_speedup", "step_s", "step_speedup", "exposed_s"}
     for row in found["rows"]:
         assert row.keys() == {"k", "tokens", *spans}

@@ -107,7 +107,7 @@ def test_a_bound_that_does_not_hold_is_told() -> None:
 
 
 def test_the_page_has_the_tables_of_the_command() -> None:
-    page = (ROOT / "docs" / "guards.md").read_text()
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("guards.md", "explain/controller.md"))
     at_scale = (module.AT_SCALE for module in (guard, waiting, controller))
     for kind in (
         kind.name for kinds in (guard.SETTINGS, waiting.SETTINGS, controller.TRUTHS, *at_scale) for kind in kinds

@@ -336,5 +336,5 @@ def test_an_engine_that_rolls_out_already_is_not_tested():
 
 
 def test_verl_still_dies_of_its_own_log_line():
-    """When this fails: drop VERL_LOGGING_LEVEL from spec_plugin_verl_cpu.run, and the line on it in docs/asynchronous.md."""
+    """When this fails: drop VERL_LOGGING_LEVEL from spec_plugin_verl_cpu.run, and the line on it in docs/guides/async.md."""
     assert "flush=True" in source_of("verl", "trainer/ppo/v1/trainer_separate_async.py")
