@@ -34,7 +34,7 @@ A table tells every step of both, the sums tell what the flag cost and what it g
 as NAME=JSON) and to the plugin (spec.NAME=VALUE).
 """
 #: of a step; few sequences and long answers, so that generation is at least half of it, as it is on real machines
-PROMPTS, SAMPLES, TOKENS = 1, 4, 384
+PROMPTS, SAMPLES, TOKENS = 1, 4, 256
 
 
 @dataclass(frozen=True)

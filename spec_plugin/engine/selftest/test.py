@@ -36,8 +36,11 @@ from spec_plugin.engine.selftest.stages import greedy_stage, samples_stage
 from spec_plugin.engine.selftest.switching import switching_stage
 from spec_plugin.engine.vllm.schedule import channel
 
-TIMED_TOKENS = 17  # that each request of the calibration makes
-TIMED_ROUNDS = 3  # of all batch sizes
+#: tokens that each request of the calibration makes, and rounds of all batch sizes; of a draft that knows nothing, which makes
+#: one token a step, half as many in twice as many rounds: on a slow engine the second batch size was not begun, and what drafts
+#: add to a step of four requests was taken for four times what they add to one
+TIMED_TOKENS, TIMED_ROUNDS = 17, 3
+TIMED_TOKENS_OF_NOTHING, TIMED_ROUNDS_OF_NOTHING = 9, 6
 TIMED_UNTIL = 0.9  # share of the time after which no batch begins
 #: and that there is in any case, of the seconds of the whole test, also in a part of it. With a quarter of that one of two batch
 #: sizes of a run of TRL was not timed, and eight steps drafted 3 tokens where 6 were best
@@ -117,8 +120,10 @@ async def calibrate(probe: Probe, plan: SelfTestPlan, deadline: float) -> None:
     size speculates, and once more with 0 it reads the text, as in the plain steps of a pair. Smallest and fullest batch first:
     beyond them nobody can guess. No batch begins after ``deadline``, of ``time.perf_counter()``.
     """
-    params, full = probe.params(TIMED_TOKENS, plain=False), min(plan.at_once, 128)
-    for batch in TIMED_ROUNDS * [*dict.fromkeys((1, full, *(b for b in (8, 32) if b < full)))]:
+    begins, full = plan.part is SelfTestPart.START, min(plan.at_once, 128)
+    params = probe.params(TIMED_TOKENS_OF_NOTHING if begins else TIMED_TOKENS, plain=False)
+    rounds = TIMED_ROUNDS_OF_NOTHING if begins else TIMED_ROUNDS
+    for batch in rounds * [*dict.fromkeys((1, full, *(b for b in (8, 32) if b < full)))]:
         if time.perf_counter() > deadline:
             return
         prompts = [plan.prompts[i % len(plan.prompts)] for i in range(batch)]

@@ -134,3 +134,31 @@ def test_the_numbers_of_tokens_that_are_timed(k, whole, timed):
 def test_an_engine_that_is_not_given_back_fails_the_test(monkeypatch):
     report, asked = run(monkeypatch, Engine(gone="spec_pause"))
     assert not asked and [c.name for c in report.checks if not c.passed] == ["engine", "restore"]
+
+
+@pytest.mark.parametrize(("step_s", "sizes"), [(0.15, {1: 1, 4: 1}), (0.02, {1: 6, 4: 6})])
+def test_a_slow_engine_times_all_batch_sizes_of_a_draft_that_knows_nothing_before_any_twice(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, sizes: dict[int, int]
+) -> None:
+    """SmolLM2-135M on a slow CPU took 0.15 s a step: 17 tokens of each setting at one request were all that 12 s had room for."""
+    now, timed = [0.0], []
+
+    async def gathered(samples: list[Any]) -> None:
+        (tokens,) = {*samples}
+        now[0] += tokens * step_s
+        timed.append(len(samples))
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(selftest.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(selftest, "gather_or_cancel", gathered)
+    for name in ("put_in_force", "pause_idle_draft"):
+        monkeypatch.setattr(selftest.channel, name, nothing)
+    probe: Any = SimpleNamespace(
+        engine=None, params=lambda tokens, plain: tokens, sample=lambda _, prompt, tokens: tokens
+    )
+    plan = SelfTestPlan(**{**PLAN, "k": 8, "max_num_seqs": 4, "seconds": 30.0, "part": SelfTestPart.START})
+    asyncio.run(selftest.calibrate(probe, plan, selftest.TIMED_LEAST * plan.seconds))
+    settings = len(plan.timed) + 1
+    assert {size: timed.count(size) / settings for size in timed} == sizes
