@@ -11,6 +11,7 @@ from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import is_size, short_repr, text_part
 from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.commands.check import in_hub_cache
 from spec_plugin_projection.experts import EXPERTS, TAKEN, Experts
 
 
@@ -224,18 +225,24 @@ MODELS: dict[str, ModelShape] = {
 
 
 def find_model(name: str) -> ModelShape:
-    """A model of the table, with or without its organisation, or of a folder with a config.json, or of such a file.
+    """A model of a folder with a config.json or of such a file, of the table, or of the hub's cache on this machine.
+
+    Args:
+        name: of the table with or without its organisation; of the hub with it.
 
     Raises:
         SpecConfigError: if it is neither, or the file is not one.
     """
     known = MODELS.get(name.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-instruct"))
     file = _file(name)
+    if file is None and known is not None:
+        return known
+    called = file.resolve().parent.name if file else name
+    if file is None and (cached := in_hub_cache(name)) is not None:
+        file = Path(cached)
     if file is None:
-        if known is not None:
-            return known
         raise SpecConfigError(
-            f"model {short_repr(name)} is neither known nor a folder with a config.json; known are "
+            f"model {short_repr(name)} is neither known nor a folder with a config.json nor in the hub's cache here; known are "
             f"{', '.join(shape.name for shape in MODELS.values())}"
         )
     try:
@@ -244,7 +251,7 @@ def find_model(name: str) -> ModelShape:
         raise SpecConfigError(f"model {name}: {error}") from error
     if not isinstance(config.get("text_config", {}), dict):
         raise SpecConfigError(f"model {name}: {file} holds no object, so it is not a config.json")
-    return shape_of(config, file.resolve().parent.name, str(file))
+    return shape_of(config, called, str(file))
 
 
 def _file(name: str) -> Path | None:

@@ -52,7 +52,7 @@ def find_model(name: str) -> Model:
     except OSError as error:  # a name that no folder can have, or one that may not be looked into
         return Model(name, None, str(error))
     if not here:
-        if (cached := _in_hub_cache(name)) is None:
+        if (cached := in_hub_cache(name)) is None:
             return Model(name, None, "it is neither a folder with a config.json here nor in the hub's local cache")
         file = Path(cached)
     try:
@@ -71,7 +71,8 @@ def model_from(file: Path) -> FindModel:
     return lambda name: Model(name, config, str(file))
 
 
-def _in_hub_cache(name: str) -> str | None:
+def in_hub_cache(name: str) -> str | None:
+    """The config.json of a model in the hub's local cache; None where it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     try:

@@ -321,6 +321,22 @@ MUTATIONS = (
     ),
     Mutation(
         _PROJECTING,
+        "_span",
+        "return Estimate(median(values), low, high)",
+        "return Estimate(max(values), low, high)",
+        "a projection prints what the most favourable constants give as typical",
+        ("test_projection.py",),
+    ),
+    Mutation(
+        _PROJECTING,
+        "_Draw.outcomes",
+        "self._phase(self.flagged, chances, table) if k else plain",
+        "self._phase(self.plain, chances, table) if k else plain",
+        "a projection leaves out what the flag costs by itself",
+        ("test_projection_held.py", "test_projection.py"),
+    ),
+    Mutation(
+        _PROJECTING,
         "max_running",
         "    if room < question.prompt + question.lengths.longest:\n",
         "    if False:\n",
