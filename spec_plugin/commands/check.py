@@ -11,6 +11,7 @@ from pathlib import Path
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands.adapters import installed_adapters, module_for
 from spec_plugin.commands.forecast import Judgement, judge
+from spec_plugin.plan.model_runner import Cluster
 from spec_plugin.plan.refusals import read_json
 from spec_plugin.plan.run_plan import FindModel, Model, RunPlan
 
@@ -82,13 +83,16 @@ def in_hub_cache(name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
+def judge_run(
+    trainer: str, arguments: Sequence[str], find: FindModel = find_model, cluster: Cluster | None = None
+) -> Judgement:
     """Judge one run.
 
     Args:
         trainer: name of its adapter.
         arguments: those of the trainer.
         find: looks for the model's config.json.
+        cluster: the machines that it is judged for; None: this one.
 
     Raises:
         SpecConfigError: if it cannot be judged at all.
@@ -96,7 +100,7 @@ def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_mod
     plan = find_check(trainer)(arguments, find)
     if not isinstance(plan, RunPlan):
         raise SpecConfigError(f"the check of the adapter for {trainer} answered {type(plan).__name__}, no RunPlan")
-    return judge(plan)
+    return judge(plan, cluster)
 
 
 def to_json(judgement: Judgement) -> str:

@@ -30,6 +30,7 @@ from spec_plugin.commands.check import find_check, find_model, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.methods.fit import refuse_unfit
 from spec_plugin.plan import sources
+from spec_plugin.plan.model_runner import Cluster
 from spec_plugin.plan.refusals import refuse
 from spec_plugin.plan.run_plan import Model, RunFacts, split_launch
 
@@ -81,11 +82,11 @@ def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() 
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
-def test_a_user_with_a_gpu_is_told_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "device_type", lambda: "cuda")
-    told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3).facts
+def test_a_user_with_a_gpu_is_told_what_nobody_has_run() -> None:
+    told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3, Cluster("H100", "0.26")).facts
     assert "docs/supported.md#never-run-on-a-gpu" in told["never run on a GPU"]
-    assert {"model runner", "CUDA graphs"} <= set(told)
+    assert told["model runner"] == "V2: vLLM's own choice" and told["CUDA graphs"].startswith("full and piecewise")
+    assert told["judged for"].startswith("H100 with vLLM 0.26; all else as this machine has it")
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
@@ -275,7 +276,7 @@ def test_a_layer_that_the_target_brings_is_one_though_its_config_json_is_the_tar
     target = TargetInfo("m", QWEN3 | more, "bfloat16")
     method = Method("mtp", {}, draft=StartingDraft(MtpShape.from_target(target.hf_config)))
     run = RunFacts(SpecConfig.parse(None), target, Model("m", target.hf_config, ""), "path", "")
-    assert forecast._engine_memory(run, method).endswith("the KV cache of 1 layer beside the target's 36")
+    assert forecast._engine_memory(run, method, Cluster()).endswith("the KV cache of 1 layer beside the target's 36")
 
 
 # the command

@@ -385,7 +385,7 @@ def test_a_pruned_vocabulary_that_the_engine_would_not_load(
     monkeypatch: pytest.MonkeyPatch, load_format: str, accepted: bool
 ) -> None:
     """verl's own load_format is dummy, and the installed vLLM's V2 runner loads drafts like that, too."""
-    monkeypatch.setattr("spec_plugin.commands.forecast.device_type", lambda: "cuda")
+    monkeypatch.setattr("spec_plugin.plan.model_runner.device_type", lambda: "cuda")
     found = judge_run(
         "verl", [PATH, VLLM, f"{SPEC}draft_vocab_size=1024", f"{ROLLOUT}load_format={load_format}"], a_qwen3
     )
