@@ -47,6 +47,8 @@ def find_check(trainer: str) -> Check:
 
 def find_model(name: str) -> Model:
     """Look for a model's config.json in a folder and in the hub's local cache; nothing is ever downloaded."""
+    if not name:
+        return Model("", None, "none is given")
     file = Path(name) / "config.json"
     try:
         here = file.exists()
