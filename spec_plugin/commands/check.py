@@ -40,6 +40,13 @@ def find_check(trainer: str) -> Check:
     module = module_for(adapters[trainer], "check")
     try:
         found: Check = import_module(module).check
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            raise SpecConfigError(f"the adapter for {trainer} offers no check ({module})") from error
+        raise SpecConfigError(
+            f"check {trainer} reads the trainer's own configuration, and this environment lacks {error.name}, which comes with "
+            f"{trainer}: run it in the environment where {trainer} is installed"
+        ) from error
     except (ImportError, AttributeError) as error:
         raise SpecConfigError(f"the adapter for {trainer} offers no check here ({module}: {error})") from error
     return found

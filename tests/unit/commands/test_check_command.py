@@ -74,6 +74,14 @@ def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shape: str) -> 
     assert found.accepted and shape in found.facts["shape"], found.objections
 
 
+@needs_verl
+def test_in_another_trainers_environment_check_says_which_one_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "spec_plugin_verl_check.check", raising=False)
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    done = invoke("verl", "--", "x=1")
+    assert done.exit_code == 2 and "this environment lacks omegaconf, which comes with verl: run it in" in done.output
+
+
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() -> None:
     """As the run refuses it: an unknown name was taken for a plugin's."""

@@ -181,7 +181,10 @@ def test_all_objections_are_reported_at_once() -> None:
     [
         ("actor_rollout_ref.actor.nonsense=3", "Could not override 'actor_rollout_ref.actor.nonsense'"),
         (f"+{MODEL}lora.merge=True", "already at 'actor_rollout_ref.model.lora.merge'"),
-        (f"{SPEC[1:]}k=5", f"To append to your config use {SPEC}k=5"),  # the + before an option of ours is forgotten
+        (f"{SPEC[1:]}k=5", f"write {SPEC}k=…"),  # the + before an option of ours is forgotten
+        ("spec.k=5", f"write {SPEC}k=…"),
+        (f"{ROLLOUT}temprature=1", f"did you mean {ROLLOUT}temperature?"),
+        ("unlike.anything=1", "To append to your config use +unlike.anything=1"),
         ("--spec.k=5", "unrecognized arguments: --spec.k=5"),
         ("--config-name", "expected one argument"),
     ],
