@@ -18,7 +18,7 @@ from rich.text import Text
 
 from spec_plugin import __version__
 from spec_plugin.api.config import described_options, options_table
-from spec_plugin.api.diagnosis import Diagnosis
+from spec_plugin.api.diagnosis import INSTALL, PLATFORM, Diagnosis
 from spec_plugin.api.errors import SpecPluginError
 from spec_plugin.commands.check import find_model, judge_run, model_from
 from spec_plugin.commands.check import to_json as judgement_to_json
@@ -108,7 +108,7 @@ class _Commands(click.Group):
 def _missing(name: str) -> click.Command:
     """In the place of a command whose distribution is not installed."""
     distribution, folder = _ELSEWHERE[name]
-    how = f"pip install {distribution}, or in a clone of spec-plugin's repository: pip install ./{folder}"
+    how = f"{INSTALL}/{folder}"
 
     def refuse(arguments: tuple[str, ...]) -> None:
         raise Refused(f"spec-plugin {name} comes with {distribution}, which is not installed: {how}")
@@ -290,11 +290,11 @@ def _print_report(sections: list[Section]) -> None:
             if finding.fix:
                 console.print(Text(visible(f"       {'':<20} fix: {finding.fix}"), style=_MARKS[finding.state][1]))
     failures = sum(f.state == "fail" for s in sections for f in s.findings)
-    verdict = (
-        "a run has everything that it needs"
-        if not failures
-        else f"{failures} of these lines would stop a run: see each one's fix"
-    )
+    started = [f.name for s in sections for f in s.findings if f.name.endswith(PLATFORM) and f.fix]
+    verdict = f"{failures} of these lines would stop a run: see each one's fix"
+    if not failures:
+        verdict = "a run has everything that it needs"
+        verdict += f", if it is started as the fix of {' and '.join(started)} says" if started else ""
     console.print(Text(verdict, style="bold"))
 
 

@@ -159,7 +159,7 @@ def _events(file: Path, formats: Sequence[LogFormat], remarks: list[str]) -> Ite
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError as error:
         text = f"event files are read with tensorboard, which is not installed here ({error})"
-        raise ReportError(f"{file}: {text}: pip install 'spec-plugin[report]'") from error
+        raise ReportError(f"{file}: {text}: pip install tensorboard") from error
     step = -1
     try:
         for event in map(Event.FromString, _records(file)):
