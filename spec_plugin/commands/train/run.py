@@ -129,8 +129,8 @@ def _refuse_too_large(settings: PretrainSettings, target: TargetInfo) -> None:
     if weights > share * memory:
         raise SpecConfigError(
             f"--target {settings.target}: its weights take {weights / 1e9:.1f} GB, and {place} has {memory / 1e9:.1f} GB, of "
-            f"which {share:.0%} may be theirs: spec-plugin train splits no policy over several; let the run train its draft, which "
-            "needs none to begin with, or train on a larger device"
+            f"which {share:.0%} may be theirs: spec-plugin train splits no policy over several; let the run train its draft, "
+            "which needs none to begin with, or train on a larger device"
         )
 
 
