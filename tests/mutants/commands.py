@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "read_runs",
+        "runs_as_logged",
         "key=_number",
         "key=str",
         "of checkpoints of nine and ten steps that of nine is shown",
@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "read_runs",
+        "runs_as_logged",
         "checkpointed.intersection(file.parents) if reader is _events else ()",
         "()",
         "a run's checkpoints and its event files are shown as two runs",
@@ -202,8 +202,8 @@ MUTATIONS = (
     Mutation(
         _FINDINGS,
         "_costs",
-        '    parts["self-tests and the rest"] = max(0.0, earned.cost_s - sum(parts.values()))\n',
-        "",
+        '        parts[f"self-tests ({_steps([*run.self_tests])})"] = sum(run.self_tests.values())\n',
+        "        pass\n",
         "the parts of what the flag cost are a few percent of the sum beside them",
         ("test_report_untrained.py",),
     ),
