@@ -127,6 +127,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
             f"model {name}: its config.json lacks {', '.join(missing)}, so what it reads is not known"
         )
     _refuse_nonsense(text, name)
+    _refuse_other_kinds(config, name)
     odd = [k for k in _NOT_COUNTED if text.get(k)]
     if odd:
         raise SpecConfigError(
@@ -160,6 +161,24 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
     )
 
 
+def _refuse_other_kinds(config: Mapping[str, Any], name: str) -> None:
+    """Models that generate no text, and weights in which a number has other sizes than ``--dtype`` can say.
+
+    Raises:
+        SpecConfigError: naming what says so.
+    """
+    classes, quantized = config.get("architectures"), config.get("quantization_config")
+    names = [str(one) for one in classes] if isinstance(classes, list) else []
+    if names and not any(kind in one for one in names for kind in ("CausalLM", "ConditionalGeneration", "LMHead")):
+        raise SpecConfigError(f"model {name}: architectures={short_repr(names)} in its config.json generate no text")
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+    if method and method != "fp8":
+        raise SpecConfigError(
+            f"model {name}: quantization_config of {short_repr(method)} in its config.json: of quantized weights only fp8 is "
+            "counted (--dtype fp8); take the model without it"
+        )
+
+
 def _refuse_nonsense(text: Mapping[str, Any], name: str) -> None:
     """Fields that are there, and no sizes; and heads or experts that do not go together.
 
@@ -177,6 +196,8 @@ def _refuse_nonsense(text: Mapping[str, Any], name: str) -> None:
         why = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
     elif taken > total:
         why = f"{taken} experts a token ({' or '.join(TAKEN)}) of {total}"
+    elif not given.get("head_dim") and given["hidden_size"] % heads:
+        why = f"hidden_size={given['hidden_size']} is no multiple of num_attention_heads={heads}, and there is no head_dim"
     elif given["hidden_size"] < (given.get("head_dim") or 1):
         why = f"hidden_size={given['hidden_size']} is less than head_dim={given['head_dim']}"
     if why:

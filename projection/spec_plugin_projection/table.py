@@ -110,8 +110,9 @@ def limitations(question: Question) -> Iterator[str]:
     yield "acceptance is assumed to be the same for short and long responses; in a run, that of the longest decides"
     yield "ranges cover the constants and the draw of responses, not the batch, lengths and acceptance that you gave"
     yield (
-        "the value before a range is the median, of nine in ten; RL runs of another system came out below it (arXiv 2604.26779, "
-        "32 GB200, k=3: 1.77x and 1.53x where this, without the flag's own cost, says 2.2x and 1.9x, see examples/bench)"
+        "the value before a range is the median of the draws, nine of ten lie in it; RL runs of another system came out below "
+        "(arXiv 2604.26779, 32 GB200, k=3: 1.77x and 1.53x where this, without the flag's own cost, says 2.2x and 1.9x, see "
+        "examples/bench)"
     )
     if question.deployment.ep > question.deployment.tp:
         yield "experts are assumed to be used evenly, and engines that share them never to wait for each other"

@@ -325,7 +325,7 @@ MUTATIONS = (
         "return Estimate(median(values), low, high)",
         "return Estimate(max(values), low, high)",
         "a projection prints what the most favourable constants give as typical",
-        ("test_projection.py",),
+        ("test_projection.py::test_what_is_printed_first_is_the_median_of_the_draws_and_the_range_holds_nine_of_ten",),
     ),
     Mutation(
         _PROJECTING,
@@ -333,7 +333,7 @@ MUTATIONS = (
         "self._phase(self.flagged, chances, table) if k else plain",
         "self._phase(self.plain, chances, table) if k else plain",
         "a projection leaves out what the flag costs by itself",
-        ("test_projection_held.py", "test_projection.py"),
+        ("test_projection.py::test_a_draft_that_is_never_right_only_costs",),
     ),
     Mutation(
         _PROJECTING,

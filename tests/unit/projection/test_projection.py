@@ -126,6 +126,10 @@ def test_of_experts_one_token_touches_its_own_and_many_touch_all() -> None:
         ("{}", "lacks hidden_size"),
         (json.dumps(QWEN_8B | {"num_attention_heads": 0}), "lacks num_attention_heads"),
         ("MLA", "kv_lora_rank"),
+        (json.dumps({**QWEN_8B, "head_dim": None, "num_attention_heads": 24}), "no multiple of num_attention_heads=24"),
+        (json.dumps(QWEN_8B | {"num_key_value_heads": 64}), "no multiple of num_key_value_heads=64"),
+        (json.dumps(QWEN_8B | {"architectures": ["BertModel"]}), "generate no text"),
+        (json.dumps(QWEN_8B | {"quantization_config": {"quant_method": "gptq", "bits": 4}}), "only fp8 is"),
     ],
 )
 def test_a_config_that_cannot_be_counted_is_refused_in_a_sentence(tmp_path: Path, content: str, word: str) -> None:
