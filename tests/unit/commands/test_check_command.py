@@ -157,7 +157,7 @@ def test_openrlhfs_flags_are_read_from_its_source(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_model_that_is_not_here_is_said_to_be_unseen_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_plugin.commands.check._in_hub_cache", lambda name: None)
+    monkeypatch.setattr("spec_plugin.commands.check.in_hub_cache", lambda name: None)
     found = openrlhf_check([*GOOD, "--ds.load_in_4bit"])
     assert "nothing to train" not in found.facts["method"], "nobody has seen whether a draft can be made"
     assert [o.reason for o in found.objections] == ["a 4-bit policy"]
