@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from spec_plugin.lifecycle.blocking import callers_stream, run_blocking
     from spec_plugin.lifecycle.manager import create_manager, method_of
     from spec_plugin.lifecycle.session import SpecSession
-    from spec_plugin.plan.arguments import ENABLE, PREFIX, help_text, read_config, split_arguments
+    from spec_plugin.plan.arguments import ENABLE, PREFIX, help_text, is_on, read_config, split_arguments
     from spec_plugin.plan.engine_class import keeps_states
     from spec_plugin.plan.logs import configure_logging
     from spec_plugin.plan.refusals import (

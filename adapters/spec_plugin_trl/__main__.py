@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         theirs, ours = split_arguments(given)
         if not theirs or (theirs[0] == "-m" and len(theirs) < 2):
             raise SpecConfigError("no script is named: python -m spec_plugin_trl [--spec.NAME VALUE …] script.py …")
-        if ours.pop(ENABLE, True) and flag.choose(given=ours):
+        if not ours.pop(ENABLE, True):
+            os.environ[flag.FLAG] = "0"  # the script may ask for drafts itself
+        elif flag.choose(given=ours):
             registration.register()
     except SpecConfigError as error:
         sys.exit(f"spec-plugin: {error}")

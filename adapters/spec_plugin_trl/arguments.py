@@ -15,11 +15,11 @@ def _option(help: str) -> Any:
     return field(default=None, metadata={"help": help.replace("%", "%%")})
 
 
-_SWITCH = ("spec", bool, field(default=True, metadata={"help": "Speculative rollouts; false: a plain run."}))
+_SWITCH = ("spec", str, field(default="on", metadata={"help": "Speculative rollouts; off or false: a plain run."}))
 _OPTIONS = [(PREFIX + name, _TEXT, _option(info.description or name)) for name, info in SpecConfig.model_fields.items()]
 
 #: ``TrlParser((ScriptArguments, GRPOConfig, ModelConfig, SpecArguments))`` takes ``--spec_k 5``, and ``spec_k: 5`` in its YAML
-#: file; ``spec_plugin_trl.enable(arguments)`` obeys. ``--spec false`` leaves the run as it is.
+#: file; ``spec_plugin_trl.enable(arguments)`` obeys. ``--spec off`` leaves the run as it is.
 SpecArguments: Any = make_dataclass("SpecArguments", [_SWITCH, *_OPTIONS])
 SpecArguments.__doc__ = "Options of spec-plugin, ``spec_`` before the name; None: what the variable or the default has."
 SpecArguments.__module__ = __name__

@@ -1,8 +1,8 @@
 """``spec-plugin check trl``: what flags and a YAML file tell of a run, and, if it is asked for, a dry run of a script.
 
-Flags and ``--config FILE`` say all of ``trl grpo …`` and ``trl rloo …``. A script is a program, which is not read: what its flags
-do not say is *not seen*. With ``--spec.dry_run`` it runs in a process of its own, up to the line that makes the trainer, and the
-configuration that this gets is judged.
+Flags and ``--config FILE`` say all of ``trl grpo …`` and ``trl rloo …``. A script is a program: what neither its flags say nor is
+certain without running it (``fields.of_script``) is *not seen*. With ``--spec.dry_run`` it runs in a process of its own, up to
+the line that makes the trainer, and the configuration that this gets is judged.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from spec_plugin.adapter import (
     text_of,
     wrong_option,
 )
+from spec_plugin_trl import fields as trl_fields
 from spec_plugin_trl import flag, options
 
 DRY_RUN = "--spec.dry_run"
@@ -66,19 +67,21 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         refuse_script(words)
     if not options.trl_version():
         found.append(Objection("", "", "no TRL", "TRL is not installed here", "run it where it is", "trl"))
-    fields = _given(words, unseen)
+    fields, refused = _given(words, unseen)
+    found += refused
     if script is not None and DRY_RUN in arguments:
         seen, of_trainer = _dry_run(words[script:], spec, unseen)
         fields, found = {**fields, **seen}, [*found, *of_trainer]
     elif script is not None:
+        fields, refused = _of_script(Path(words[script]), fields)
+        found += refused
         unseen.append(
             f"what {words[script]} makes of its flags: {DRY_RUN} runs it up to the line that makes the trainer"
         )
     found += options.objections(fields.get)
-    model = Model("", None, "none is given")
-    if fields.get(MODEL) and isinstance(fields[MODEL], str):
-        model = find(fields[MODEL])
-        found += options.of_target(fields[MODEL], model.config or {}, spec)
+    named = str(fields.get(MODEL) or "")
+    model = find(named)  # a --model-config stands in for one that was not seen, too
+    found += options.of_target(named, model.config or {}, spec)
     facts = RunFacts(
         spec=spec,
         target=_target(fields, model),
@@ -100,8 +103,20 @@ def _options(words: Sequence[str]) -> tuple[SpecConfig, list[str]]:
     return flag.options(f"{'1' if said is None else said} {flag.joined([], ours)}"), theirs
 
 
-def _given(words: Sequence[str], unseen: list[str]) -> dict[str, Any]:
-    """Fields of the configuration that flags and the YAML file say, over TRL's defaults where nothing else can say them."""
+def _of_script(script: Path, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Objection]]:
+    """The fields with what of the script is certain; and what it gives to TRL's configurations that these do not have."""
+    try:
+        model, refused = trl_fields.of_script(text_of(script))
+    except SpecConfigError:  # not here, which is not this command's to say
+        return dict(fields), []
+    return {**({MODEL: model} if model else {}), **fields}, refused
+
+
+def _given(words: Sequence[str], unseen: list[str]) -> tuple[dict[str, Any], list[Objection]]:
+    """Fields of the configuration that flags and the YAML file say, over TRL's defaults where nothing else can say them.
+
+    And those that a recipe of TRL's does not have.
+    """
     recipe = next((name for name in DEFAULTS if {name, f"trl.scripts.{name}"} & set(words)), "")
     flags, said = _flags(words), {}
     if file := flags.pop("config", None):
@@ -112,7 +127,8 @@ def _given(words: Sequence[str], unseen: list[str]) -> dict[str, Any]:
         except SpecConfigError as error:
             unseen.append(f"--config {file}: it cannot be read: {error}")
             said = {}
-    return {**DEFAULTS.get(recipe, OF_A_SCRIPT), **said, **flags}
+    refused = [*trl_fields.unknown_flags({**said, **flags})] if recipe else []
+    return {**DEFAULTS.get(recipe, OF_A_SCRIPT), **said, **flags}, refused
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
@@ -158,8 +174,10 @@ def _dry_run(words: Sequence[str], spec: SpecConfig, unseen: list[str]) -> tuple
     said = (
         ran.stderr.strip().rpartition("\n")[2] if ran.returncode else "it made no GRPOTrainer or RLOOTrainer of TRL's"
     )
-    unseen.append(f"{words[0]}: its dry run ended before it made a trainer: {said}")
-    return {}, []
+    refused = [*trl_fields.unexpected(said)]
+    if not refused:
+        unseen.append(f"{words[0]}: its dry run ended before it made a trainer: {said}")
+    return {}, refused
 
 
 def _target(fields: Mapping[str, Any], model: Model) -> TargetInfo:

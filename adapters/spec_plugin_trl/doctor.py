@@ -15,7 +15,10 @@ _TRL = "pip install 'trl>=1.8,<2'"
 
 def on_cpu() -> Iterable[Diagnosis]:
     """What a run needs where vLLM's CPU build is the only vLLM; nothing is set: TRL and vLLM are imported without it."""
-    needs = f"a run needs {_SWITCH}=1 ({_CPU})"
+    needs = (
+        f"a run, with the flag or without it, needs {_SWITCH}=1 ({_CPU}): else vLLM's CPU build ends it in the first weight sync "
+        "(no attribute 'weight_loader')"
+    )
     return [] if os.environ.get(_SWITCH) == "1" else switch_to_cpu("trl", _CPU, needs, {})
 
 
@@ -32,7 +35,7 @@ def wrapped_symbols() -> Iterator[Diagnosis]:
     try:
         registration = import_module("spec_plugin_trl.registration")
     except ImportError as error:
-        yield Diagnosis("trl adapter", "fail", f"it cannot be imported: {error}", "pip install 'spec-plugin[trl]'")
+        yield Diagnosis("trl adapter", "fail", f"it cannot be imported: {error}", f"{_TRL} 'wrapt>=1.16'")
         return
     registration.keep_quiet()
     for module, owner in registration.WRAPPED.items():

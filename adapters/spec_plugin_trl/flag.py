@@ -62,7 +62,12 @@ def choose(arguments: Any = None, given: Mapping[str, Any] | None = None) -> boo
     Raises:
         SpecConfigError: naming an option that does not exist, or whose value is out of bounds.
     """
-    if turned_off() or not getattr(arguments, "spec", True):
+    from spec_plugin.adapter import SpecConfigError, is_on
+
+    on = is_on(switch := getattr(arguments, "spec", True))
+    if on is None:
+        raise SpecConfigError(f"spec={switch!r}: expected on or off")
+    if turned_off() or not on:
         return False
     said = {} if arguments is None else vars(arguments)
     ours = {n.removeprefix("spec_"): value for n, value in said.items() if n != "spec" and value is not None}

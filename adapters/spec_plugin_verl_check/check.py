@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any
@@ -23,6 +25,8 @@ from spec_plugin.adapter import (
 from spec_plugin_verl_check import options, recurrent
 from spec_plugin_verl_check.compose import ENTRIES, MAIN, REFUSALS, Entry, compose_config
 
+#: how hydra says that an option is not there
+_NOT_THERE = re.compile(r"Could not override '([^']+)'")
 #: parts of the configuration that are asked here, and what they may be; OmegaConf lets any value stand in their place
 _SECTIONS = {
     "actor_rollout_ref.actor": DictConfig,
@@ -60,6 +64,8 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
         return _stopped(Objection("", "", str(error), str(error), "run the check where verl is installed", "verl"))
     except REFUSALS as error:
         lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+        if meant := _meant(lines[0] if lines else "", entry):
+            return _stopped(_of_verl(lines[0], meant))
         return _stopped(_of_verl(". ".join(lines[:2])))  # further ones are of hydra's inside
     return _plan(config, entry, find)
 
@@ -68,11 +74,29 @@ def _stopped(*objections: Objection) -> RunPlan:
     return RunPlan("verl", objections, unseen=("everything else: verl would not get a configuration",))
 
 
-def _of_verl(why: str) -> Objection:
+def _of_verl(why: str, instead: str = "") -> Objection:
     verl = f"verl {version_of('verl') or ''}"
-    instead = f"write it as {MAIN.module} of {verl} takes it, or remove it"
+    instead = instead or f"write it as {MAIN.module} of {verl} takes it, or remove it"
     reason = f"arguments that {verl} does not take"
     return Objection("", "", reason, f"{verl} refuses this itself: {why}", instead, "verl")
+
+
+def _meant(why: str, entry: Entry) -> str:
+    """What to write in the place of an option that hydra does not find; empty where nothing is like it."""
+    if not (found := _NOT_THERE.match(why)):
+        return ""
+    name, ours = found[1], options.PREFIX.removeprefix("+")
+    if name.startswith((ours, "spec.")):
+        option = name.removeprefix(ours).removeprefix("spec.")
+        return f"write +{ours}{option}=…, since verl's configuration lacks what is spec-plugin's"
+    near = difflib.get_close_matches(name, _names(OmegaConf.to_container(compose_config([], entry))), n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def _names(section: Any, before: str = "") -> Iterator[str]:
+    for key, value in section.items() if isinstance(section, dict) else ():
+        yield f"{before}{key}"
+        yield from _names(value, f"{before}{key}.")
 
 
 def _broken_sections(config: Any) -> Iterator[Objection]:

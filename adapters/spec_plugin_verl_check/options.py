@@ -17,6 +17,7 @@ from spec_plugin.adapter import (
     SpecConfig,
     SpecConfigError,
     TargetInfo,
+    is_on,
     meant_for_us,
     unsupported,
 )
@@ -116,6 +117,10 @@ def read_config(rollout: Any) -> SpecConfig:
     """
     custom = as_builtin(getattr(rollout, "custom", None)) or {}
     raw = as_builtin(custom.get(NAME)) if isinstance(custom, Mapping) else custom
+    if is_on(raw) is False:
+        raise SpecConfigError(
+            f"{PREFIX[:-1]}={raw}: the flag is another option: {LEAVE_OUT}, and the run is a plain one"
+        )
     if raw is not None and not isinstance(raw, Mapping):
         raise SpecConfigError(f"{PREFIX}*: expected options such as {PREFIX}k=3, got {raw!r}")
     return SpecConfig.parse(raw, PREFIX)

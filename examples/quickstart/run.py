@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +110,7 @@ def main(
         highlight=False,
     )
     try:
-        records = watch(run, trainer)
+        records = watch(run, trainer, log)
     except RunFailed as error:
         console.print("[red]the run failed[/red]: ", end="")
         console.print(f"{error}\nthe whole log: {log}", highlight=False, markup=False)
@@ -117,7 +118,7 @@ def main(
     conclude(run, trainer, records, time.monotonic() - begin)
 
 
-def watch(run: Run, trainer: Trainer) -> list[report.Record]:
+def watch(run: Run, trainer: Trainer, log: Path) -> list[report.Record]:
     """Follow the run with a live line; without a terminal, one line a step."""
     records: list[report.Record] = []
     columns = (
@@ -130,15 +131,37 @@ def watch(run: Run, trainer: Trainer) -> list[report.Record]:
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
         closing(run.follow()) as steps,
+        ExitStack() as stack,
     ):
         task = progress.add_task("GRPO", total=run.steps, now="starting actor and vLLM: a minute or two")
+        started = Event()
+        Thread(target=tell_start, args=(log, started, progress, task), daemon=True).start()
+        stack.callback(started.set)
         for step, metrics in steps:
+            started.set()
             records.append(report.record(step, metrics, trainer))
             line = describe(records[-1])
             progress.update(task, completed=step, now=line)
             if not console.is_terminal:
                 console.print(f"step {step}/{run.steps}: {line}", highlight=False)
     return records
+
+
+def tell_start(log: Path, started: Event, progress: Progress, task: TaskID) -> None:
+    """Show what the plugin says while actor and engines start, which takes a minute or two before the first step."""
+    shown = ""
+    while not started.wait(1.0):
+        text = log.read_text(errors="replace") if log.exists() else ""
+        said = [
+            line.partition("spec-plugin: ")[2]
+            for line in text.splitlines()
+            if "INFO" in line and "spec-plugin: " in line
+        ]
+        if said and said[-1] != shown:
+            shown = said[-1]
+            progress.update(task, now=shown[:100])
+            if not console.is_terminal:
+                console.print(shown, highlight=False, markup=False)
 
 
 def describe(row: report.Record) -> str:

@@ -16,12 +16,13 @@ from rich.console import Console
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecConfigError, SpecPluginError
 from spec_plugin.commands.terminal import Refused, echo, visible
+from spec_plugin.step_cost.model import CostModel
 from spec_plugin_projection.evidence import read_calibration, read_run
 from spec_plugin_projection.hardware import find_card
 from spec_plugin_projection.lengths import Lengths, from_file, lognormal, percentiles
-from spec_plugin_projection.measured import Measured, calibrated
+from spec_plugin_projection.measured import Measured, against_data_sheet, calibrated
 from spec_plugin_projection.picture import write_picture
-from spec_plugin_projection.projecting import Overrides, Question, check_acceptance
+from spec_plugin_projection.projecting import FAR, Overrides, Question, check_acceptance
 from spec_plugin_projection.projecting import project as answer_to
 from spec_plugin_projection.roofline import Deployment
 from spec_plugin_projection.shapes import find_model
@@ -80,7 +81,7 @@ _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
     "--from",
     "run",
     type=click.Path(path_type=Path),
-    help="A run with the flag, to measure from: metrics.jsonl or its folder.",
+    help="A run with the flag, to measure from: a folder or file that `spec-plugin report` reads.",
 )
 @click.option(
     "--calibration",
@@ -103,7 +104,7 @@ def project(**options: Any) -> None:
         return
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     for title, lines in (
-        ("deployment", question_lines(question, answer)),
+        ("deployment", question_lines(question, answer, known.cost is not None)),
         ("", ()),
         ("sources", sources(question, answer.measured, known.cost is not None)),
         ("not covered", limitations(question)),
@@ -155,10 +156,27 @@ def read(options: Mapping[str, Any]) -> tuple[Question, Overrides]:
     deployment.cache_tokens()  # does it fit at all
     if given:
         measured = replace(measured, acceptance={})
-    cost = calibrated(read_calibration(options["calibration"])) if options["calibration"] else None
-    if cost is not None and cost.problem is not None:
-        raise SpecConfigError(f"--calibration {options['calibration']}: {cost.problem}")
+    cost = _calibrated(options["calibration"], deployment) if options["calibration"] else None
     return question, Overrides(cost=cost, measured=measured)
+
+
+def _calibrated(file: Path, deployment: Deployment) -> CostModel:
+    """The cost model of a calibration, which names neither model nor card.
+
+    Raises:
+        SpecConfigError: if its steps cannot be those of this deployment.
+    """
+    steps = read_calibration(file)
+    cost = calibrated(steps)
+    if cost.problem is not None:
+        raise SpecConfigError(f"--calibration {file}: {cost.problem}")
+    if not 1 / FAR <= (times := against_data_sheet(steps, deployment)) <= FAR:
+        d = deployment
+        raise SpecConfigError(
+            f"--calibration {file}: its steps take {times:.2g} times what those of {d.model.name} on {d.tp} {d.card.name} take "
+            "by the data sheet, so they are another model's or machine's: give --model and --card of the run that it is from"
+        )
+    return cost
 
 
 def parse_acceptance(texts: Sequence[str]) -> dict[int, float]:

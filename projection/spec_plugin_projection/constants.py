@@ -69,6 +69,12 @@ KNOWN: dict[str, Constant] = {
         "of each draft pass beside reading and multiplying",
         f"{_MEASURED}: (2.135 - 1.75 ms) / 3; high: passes without a graph, whose kernels the host launches one by one",
     ),
+    "flag_s": Constant(
+        *(0.5e-3, 2.0e-3, 8.0e-3),
+        "s",
+        "of each step of an engine with the flag, drafting or not: V1 and piecewise graphs where the plain one has V2",
+        "examples/bench/results/card-h100*.md, 8B on an H100: 1.4 to 3.5 ms at k=0 with vLLM 0.26, up to 9 ms drafting with 0.24",
+    ),
     "verification_reads": Constant(
         *(0.001, 0.02, 0.3),
         "of a reading",
@@ -118,6 +124,7 @@ class Constants:
     hidden: float
     step_s: float
     draft_pass_s: float
+    flag_s: float
     verification_reads: float
     hop_s: float
     link_reached: float

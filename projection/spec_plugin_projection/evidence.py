@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.api.events import StepTiming
+from spec_plugin.commands.report.formats import log_formats
+from spec_plugin.commands.report.read import ReportError, runs_as_logged
 from spec_plugin.plan.text_files import text_of
 from spec_plugin_projection.lengths import MOST_TOKENS
 from spec_plugin_projection.measured import Measured, StepTimes, Work
@@ -32,27 +33,33 @@ _STAGES = {
 _POSITION = re.compile(r"spec/acceptance_pos_(\d+)$")
 _BREAK_EVEN = re.compile(r"spec/break_even_b(\d+)$")
 
-Metrics = Mapping[str, Any]
+Metrics = Mapping[str, float]
 
 
 def read_run(run: Path) -> Measured:
     """The last half of a run's steps: acceptance, break-even and stages, medians.
 
     Args:
-        run: a folder with ``metrics.jsonl``, or such a file: an object a line, with the metrics themselves or under ``data``.
+        run: whatever ``spec-plugin report`` reads: a folder of a run, or one of its files.
 
     Raises:
-        SpecConfigError: if there is no such file, or no step of it has a metric of the plugin.
+        SpecConfigError: if there is none, no step of it has a metric of the plugin, or several runs do.
     """
-    file = run / "metrics.jsonl" if run.is_dir() else run
     try:
-        lines = text_of(file).splitlines()
-    except (OSError, ValueError, SpecConfigError) as error:
-        raise SpecConfigError(f"--from {run}: {error}; give a folder with metrics.jsonl, or the file") from error
-    steps = [step for line in lines if (step := _step(line))]
+        runs = runs_as_logged(run, log_formats())
+    except ReportError as error:
+        raise SpecConfigError(f"--from {error}") from error
+    flagged = [
+        one for one in runs if any(_ours(step, "spec/acceptance_length") is not None for step in one.steps.values())
+    ]
+    if not flagged:
+        raise SpecConfigError(f"--from {run}: no step of it has a metric of a run with the flag (spec/…)")
+    if len(flagged) > 1:
+        raise SpecConfigError(
+            f"--from {run}: several runs with the flag are in it: name one of {', '.join(one.name for one in flagged)}"
+        )
+    file, steps = ", ".join(flagged[0].sources), [flagged[0].steps[step] for step in flagged[0].numbers]
     ours = [step for step in steps if _ours(step, "spec/acceptance_length") is not None]
-    if not ours:
-        raise SpecConfigError(f"--from {run}: none of {len(lines)} lines has a metric of a run with the flag (spec/…)")
     late = ours[len(ours) // 2 :]
     drafting = [step for step in late if (_ours(step, "spec/acceptance_length") or 1.0) > 1.0]
     source = f"{file}, steps {len(ours) - len(late) + 1} to {len(ours)} of those with the flag"
@@ -103,35 +110,14 @@ def read_calibration(file: Path) -> list[StepTiming]:
         ) from error
 
 
-def _step(line: str) -> Metrics | None:
-    """The metrics of a line; None of one that was cut off, or holds something else."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    data = record.get("data", record)
-    return data if isinstance(data, dict) else None
-
-
 def _ours(step: Metrics, name: str) -> float | None:
     """A metric of the plugin, whatever the trainer puts before its name."""
-    found = next((value for key, value in step.items() if key == name or key.endswith(f"/{name}")), None)
-    return _number(found)
-
-
-def _number(value: object) -> float | None:
-    """The value as a float; None if it is not a finite number."""
-    try:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond any float
-        return None
+    return next((v for key, v in step.items() if math.isfinite(v) and (key == name or key.endswith(f"/{name}"))), None)
 
 
 def _numbered(step: Metrics, pattern: re.Pattern[str]) -> dict[int, float]:
-    named = ((pattern.search(key), _number(value)) for key, value in step.items())
-    return {int(found[1]): value for found, value in named if found and value is not None}
+    named = ((pattern.search(key), value) for key, value in step.items() if math.isfinite(value))
+    return {int(found[1]): value for found, value in named if found}
 
 
 def _acceptance(steps: Sequence[Metrics]) -> dict[int, float]:
@@ -170,6 +156,6 @@ def _engine_seconds(steps: Sequence[Metrics]) -> float | None:
 
 
 def _stage(steps: Sequence[Metrics], names: Sequence[str]) -> float | None:
-    values = [_number(next((step[name] for name in names if name in step), None)) for step in steps]
-    known = [value for value in values if value is not None and value >= 0]
+    values = [next((step[name] for name in names if name in step), -1.0) for step in steps]
+    known = [value for value in values if math.isfinite(value) and value >= 0]
     return median(known) if known else None

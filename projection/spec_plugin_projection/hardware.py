@@ -29,7 +29,14 @@ class Card:
 
 
 def _card(
-    name: str, tbytes: float, tflops: float, tflops_8bit: float, gbytes: float, gbytes_link: float, source: str
+    name: str,
+    tbytes: float,
+    tflops: float,
+    tflops_8bit: float,
+    gbytes: float,
+    gbytes_link: float,
+    source: str,
+    vendor: str = "NVIDIA",
 ) -> Card:
     return Card(
         name,
@@ -38,7 +45,7 @@ def _card(
         tflops_8bit * _TERA,
         gbytes * _GIGA,
         gbytes_link * _GIGA,
-        f"NVIDIA data sheet: {source}",
+        f"{vendor} data sheet: {source}",
     )
 
 
@@ -47,12 +54,15 @@ CARDS: dict[str, Card] = {
     card.name: card
     for card in (
         _card("A100", 2.039, 312, 312, 80, 300, "A100 80GB SXM"),
+        _card("A800", 2.039, 312, 312, 80, 200, "A800 80GB SXM"),
         _card("H100", 3.35, 989, 1979, 80, 450, "H100 SXM"),
+        _card("H800", 3.35, 989, 1979, 80, 200, "H800 SXM"),
         _card("H200", 4.8, 989, 1979, 141, 450, "H200 SXM"),
         _card("H20", 4.0, 148, 296, 96, 450, "H20"),
         _card("B200", 8.0, 2250, 4500, 180, 900, "HGX B200, an eighth"),
         _card("GB200", 8.0, 2500, 5000, 186, 900, "GB200 NVL72, a 72nd"),
         _card("L40S", 0.864, 362, 733, 48, 32, "L40S, PCIe 4.0 x16"),
+        _card("MI300X", 5.3, 1307, 2615, 192, 448, "Instinct MI300X; the shares of the peak are an H100's", "AMD"),
     )
 }
 

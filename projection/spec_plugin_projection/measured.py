@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from spec_plugin.api.events import StepTiming
 from spec_plugin.step_cost.model import CostModel, StepCost
@@ -59,6 +60,12 @@ def calibrated(steps: Sequence[StepTiming]) -> CostModel:
     cost = CostModel()
     cost.observe(steps, calibration=True)
     return cost
+
+
+def against_data_sheet(steps: Sequence[StepTiming], deployment: Deployment) -> float:
+    """How many times as long these steps took as the roofline of this deployment says, the median."""
+    sheet = Roofline(deployment, Constants.typical())
+    return median(s.seconds / sheet.seconds(s.batch, s.k, s.paused, s.context) for s in steps)
 
 
 @dataclass(frozen=True)

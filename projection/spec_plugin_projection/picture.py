@@ -24,7 +24,7 @@ def write_picture(question: Question, known: Overrides, file: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise SpecConfigError("--out needs matplotlib: pip install 'spec-plugin[report]'") from error
+        raise SpecConfigError("--out needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

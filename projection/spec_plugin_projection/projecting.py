@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from random import Random
-from statistics import quantiles
+from statistics import median, quantiles
 
 import numpy as np
 
@@ -22,10 +22,10 @@ from spec_plugin_projection.stages import Stages, exposed_seconds, step_seconds,
 
 #: k that the table's last row may choose from, as the controller does
 CHOICES = (0, 1, 2, 3, 4, 6, 8)
-#: draws of all constants and lengths, beside the typical one; fewer of larger batches, so that an answer takes seconds
+#: draws of all constants and lengths, beside that of typical ones; fewer of larger batches, so that an answer takes seconds
 DRAWS, _FEWEST_DRAWS, _FREE_RESPONSES = 24, 6, 16_384
 #: a run whose rollouts took so many times longer or shorter than they would here is not one of this deployment
-_FAR = 4.0
+FAR = 4.0
 MOST_RESPONSES = 65_536  # simulated, of all steps that are in the engines at once
 AUTO = -1  # k by batch size, as the controller would choose
 
@@ -100,7 +100,7 @@ class Question:
 
     @property
     def draws(self) -> int:
-        """How many sets of constants are drawn, beside the typical one."""
+        """How many sets of constants are drawn, beside the typical ones."""
         return min(DRAWS, max(_FEWEST_DRAWS, DRAWS * _FREE_RESPONSES // self.responses))
 
     @property
@@ -153,7 +153,7 @@ def chances_through(acceptance: Mapping[int, float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A typical value, and where nine of ten draws lie."""
+    """The median of the draws, and where nine of ten lie."""
 
     typical: float
     low: float
@@ -192,10 +192,10 @@ class ProjectedRow:
 
 @dataclass(frozen=True)
 class Projection:
-    """Rows, and the typical plain step that they are compared with."""
+    """Rows, and the plain step that they are compared with."""
 
     rows: tuple[ProjectedRow, ...]
-    stages: Stages
+    stages: Stages  # of a plain step, the median of each
     phase: SimulatedPhase
     seats: int  # that the KV cache has room for, at most what was asked
     measured: Measured  # what of it was used
@@ -208,7 +208,7 @@ class Overrides:
     pinned: Mapping[str, float] = field(
         default_factory=dict
     )  # constants that are not drawn: field of ``Constants`` -> value
-    cost: StepCost | None = None  # of the very engine; then there is no roofline
+    cost: StepCost | None = None  # of the very engine, which has the flag; then there is no roofline
     measured: Measured = field(default_factory=Measured)
 
 
@@ -218,7 +218,7 @@ def project(question: Question, known: Overrides | None = None, draws: int | Non
     Args:
         question: what is asked.
         known: what was measured.
-        draws: beside the typical one; default: as many as take seconds.
+        draws: beside that of typical constants; default: as many as take seconds.
     """
     known = without_foreign_times(question, known or Overrides())
     chances = chances_through(question.acceptance)
@@ -228,7 +228,9 @@ def project(question: Question, known: Overrides | None = None, draws: int | Non
         constants = Constants.drawn(rng).but(**known.pinned)
         found.append(_Draw(question, known, constants, question.seed + 1 + i).outcomes(chances))
     rows = tuple(_row(k, found) for k in found[0])
-    return Projection(rows, found[0][0].stages, found[0][0].phase, max_running(question, known.cost), known.measured)
+    plain = [draw[0].stages for draw in found]
+    stages = Stages(**{stage.name: median(getattr(one, stage.name) for one in plain) for stage in fields(Stages)})
+    return Projection(rows, stages, found[0][0].phase, max_running(question, known.cost), known.measured)
 
 
 def without_foreign_times(question: Question, known: Overrides) -> Overrides:
@@ -242,7 +244,7 @@ def without_foreign_times(question: Question, known: Overrides) -> Overrides:
     factor = times.generation_s / _Draw(question, replace(known, measured=Measured()), Constants.typical(), 0).took(
         times
     )
-    if 1 / _FAR <= factor <= _FAR:
+    if 1 / FAR <= factor <= FAR:
         return known
     refused = f"its rollouts took {factor:.3g} times what they would here, so it was another deployment"
     return replace(known, measured=replace(known.measured, times=None, refused=refused))
@@ -273,41 +275,45 @@ class _Draw:
         self.question, self.times, self.seed = question, known.measured.times, seed
         held = question.prompt + question.lengths.mean / 2
         seen = self.times.break_even if self.times else {}
-        self.constants = draft_pass_from(question.deployment, constants, seen, held)
+        flagged = constants.but(step_s=constants.step_s + constants.flag_s)
+        flagged = draft_pass_from(question.deployment, flagged, seen, held)
+        self.constants = constants
         lengths = question.lengths.drawn(question.responses, np.random.default_rng(seed))
         seats = max_running(question, known.cost)
         self.rollout = Workload(lengths, question.prompt, question.group, question.engines, seats)
-        self.cost: StepCost = known.cost or Roofline(question.deployment, self.constants, held)
+        self.flagged: StepCost = known.cost or Roofline(question.deployment, flagged, held)
+        self.plain: StepCost = known.cost or Roofline(question.deployment, constants, held)
         if self.times is not None:
-            self.cost = ScaledCost(self.cost, self.times.generation_s / self.took(self.times))
+            factor = self.times.generation_s / self.took(self.times)
+            self.flagged, self.plain = ScaledCost(self.flagged, factor), ScaledCost(self.plain, factor)
 
     def took(self, times: StepTimes) -> float:
         """Seconds of a measured run's rollouts, if it had run here."""
         work, chances = times.work, chances_through(self.question.acceptance)
         lengths = lognormal(work.mean, work.longest).drawn(work.responses, np.random.default_rng(self.seed))
         rollout = replace(self.rollout, lengths=lengths, prompt=work.prompt)
-        return simulate(rollout, self.cost, chances, times.k, np.random.default_rng(self.seed)).seconds
+        return simulate(rollout, self.flagged, chances, times.k, np.random.default_rng(self.seed)).seconds
 
     def outcomes(self, chances: Sequence[float]) -> dict[int, DrawResult]:
-        """Of plain rollouts, each k, and the controller's table; all with the same responses."""
+        """Of rollouts without the flag, each k, and the controller's table; all with the same responses."""
         question = self.question
-        plain = self._phase(chances, (0,))
+        plain = self._phase(self.plain, chances, (0,))
         most = max(plain.load)
         choices = [k for k in CHOICES if k <= max(question.ks)]
         load = {float(batch): tokens for batch, tokens in plain.load.items()}
-        chosen = best(self.cost, chances, load, (0,) * (most + 1), choices).table
+        chosen = best(self.flagged, chances, load, (0,) * (most + 1), choices).table
         tables: dict[int, tuple[int, ...]] = {0: (0,), **{k: (k,) for k in question.ks}, AUTO: chosen}
         share = question.draft_share * step_seconds(self._stages(plain, 0.0), question.lag)
         found = {}
         for k, table in tables.items():
-            phase = self._phase(chances, table) if any(table) else plain
+            phase = self._phase(self.flagged, chances, table) if k else plain
             stages = self._stages(phase, share if k else 0.0)
             tokens, lag = tokens_per_step(chances, table[-1]), question.lag
             found[k] = DrawResult(tokens, phase, stages, step_seconds(stages, lag), exposed_seconds(stages, lag), table)
         return found
 
-    def _phase(self, chances: Sequence[float], table: tuple[int, ...]) -> SimulatedPhase:
-        return simulate(self.rollout, self.cost, chances, table, np.random.default_rng(self.seed))
+    def _phase(self, cost: StepCost, chances: Sequence[float], table: tuple[int, ...]) -> SimulatedPhase:
+        return simulate(self.rollout, cost, chances, table, np.random.default_rng(self.seed))
 
     def _stages(self, phase: SimulatedPhase, draft: float) -> Stages:
         """A step's; with lag L, L batches were simulated together."""
@@ -347,8 +353,7 @@ def _row(k: int, found: Sequence[Mapping[int, DrawResult]]) -> ProjectedRow:
 
 
 def _span(values: Sequence[float]) -> Estimate:
-    """The first is the typical one; the range is that of nine of ten, and holds it."""
     if len(values) < 3:
-        return Estimate(values[0], min(values), max(values))
-    edges = quantiles(values, n=20, method="inclusive")
-    return Estimate(values[0], min(values[0], edges[0]), max(values[0], edges[-1]))
+        return Estimate(median(values), min(values), max(values))
+    low, *_, high = quantiles(values, n=20, method="inclusive")
+    return Estimate(median(values), low, high)

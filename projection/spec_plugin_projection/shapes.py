@@ -11,6 +11,7 @@ from draft_training import files
 from draft_training.errors import CheckpointError
 from draft_training.outside import is_size, short_repr, text_part
 from spec_plugin.api.errors import SpecConfigError
+from spec_plugin.commands.check import in_hub_cache
 from spec_plugin_projection.experts import EXPERTS, TAKEN, Experts
 
 
@@ -126,6 +127,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
             f"model {name}: its config.json lacks {', '.join(missing)}, so what it reads is not known"
         )
     _refuse_nonsense(text, name)
+    _refuse_other_kinds(config, name)
     odd = [k for k in _NOT_COUNTED if text.get(k)]
     if odd:
         raise SpecConfigError(
@@ -159,6 +161,24 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "config.json") 
     )
 
 
+def _refuse_other_kinds(config: Mapping[str, Any], name: str) -> None:
+    """Models that generate no text, and weights in which a number has other sizes than ``--dtype`` can say.
+
+    Raises:
+        SpecConfigError: naming what says so.
+    """
+    classes, quantized = config.get("architectures"), config.get("quantization_config")
+    names = [str(one) for one in classes] if isinstance(classes, list) else []
+    if names and not any(kind in one for one in names for kind in ("CausalLM", "ConditionalGeneration", "LMHead")):
+        raise SpecConfigError(f"model {name}: architectures={short_repr(names)} in its config.json generate no text")
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+    if method and method != "fp8":
+        raise SpecConfigError(
+            f"model {name}: quantization_config of {short_repr(method)} in its config.json: of quantized weights only fp8 is "
+            "counted (--dtype fp8); take the model without it"
+        )
+
+
 def _refuse_nonsense(text: Mapping[str, Any], name: str) -> None:
     """Fields that are there, and no sizes; and heads or experts that do not go together.
 
@@ -176,6 +196,8 @@ def _refuse_nonsense(text: Mapping[str, Any], name: str) -> None:
         why = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
     elif taken > total:
         why = f"{taken} experts a token ({' or '.join(TAKEN)}) of {total}"
+    elif not given.get("head_dim") and given["hidden_size"] % heads:
+        why = f"hidden_size={given['hidden_size']} is no multiple of num_attention_heads={heads}, and there is no head_dim"
     elif given["hidden_size"] < (given.get("head_dim") or 1):
         why = f"hidden_size={given['hidden_size']} is less than head_dim={given['head_dim']}"
     if why:
@@ -224,18 +246,24 @@ MODELS: dict[str, ModelShape] = {
 
 
 def find_model(name: str) -> ModelShape:
-    """A model of the table, with or without its organisation, or of a folder with a config.json, or of such a file.
+    """A model of a folder with a config.json or of such a file, of the table, or of the hub's cache on this machine.
+
+    Args:
+        name: of the table with or without its organisation; of the hub with it.
 
     Raises:
         SpecConfigError: if it is neither, or the file is not one.
     """
     known = MODELS.get(name.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-instruct"))
     file = _file(name)
+    if file is None and known is not None:
+        return known
+    called = file.resolve().parent.name if file else name
+    if file is None and (cached := in_hub_cache(name)) is not None:
+        file = Path(cached)
     if file is None:
-        if known is not None:
-            return known
         raise SpecConfigError(
-            f"model {short_repr(name)} is neither known nor a folder with a config.json; known are "
+            f"model {short_repr(name)} is neither known nor a folder with a config.json nor in the hub's cache here; known are "
             f"{', '.join(shape.name for shape in MODELS.values())}"
         )
     try:
@@ -244,7 +272,7 @@ def find_model(name: str) -> ModelShape:
         raise SpecConfigError(f"model {name}: {error}") from error
     if not isinstance(config.get("text_config", {}), dict):
         raise SpecConfigError(f"model {name}: {file} holds no object, so it is not a config.json")
-    return shape_of(config, file.resolve().parent.name, str(file))
+    return shape_of(config, called, str(file))
 
 
 def _file(name: str) -> Path | None:

@@ -48,7 +48,7 @@ def _seconds(span: Estimate) -> str:
     return span.text(".0f" if span.high >= 100 else ".1f" if span.high >= 10 else ".2f")
 
 
-def question_lines(question: Question, answer: Projection) -> Iterator[str]:
+def question_lines(question: Question, answer: Projection, calibrated: bool) -> Iterator[str]:
     """What is projected, as it was understood; a line each."""
     d = question.deployment
     split = f"{question.engines} engines of {d.tp}" + (f", experts over {d.ep}" if d.ep > 1 else "")
@@ -64,8 +64,15 @@ def question_lines(question: Question, answer: Projection) -> Iterator[str]:
     yield f"acceptance length: {lengths}; between and beyond, the acceptance rate of the nearest position"
     s = answer.stages
     yield (
-        f"typical plain step: {s.prepare:.3g} s weight sync, {s.generation:.4g} s rollouts ({answer.phase.tail:.0%} of the "
+        f"plain step: {s.prepare:.3g} s weight sync, {s.generation:.4g} s rollouts ({answer.phase.tail:.0%} of the "
         f"tokens in the last eighth of the batch), {s.logprob:.3g} s log-probs, {s.training:.3g} s training"
+    )
+    low, high = KNOWN["flag_s"].low, KNOWN["flag_s"].high
+    yield (
+        f"with the flag each step takes {1e3 * low:g} to {1e3 * high:g} ms longer, drafting or not (V1 and piecewise graphs for "
+        "V2 and full ones, as on an H100 with vLLM 0.24 and 0.26: 0.72x with a mediocre draft at batch 16)"
+        if not calibrated
+        else "plain: the calibrated engine, its draft paused; without the flag steps were 1.04 to 1.6 times as fast on an H100"
     )
     chosen = next(row.table for row in answer.rows if row.k == AUTO)
     yield f"by batch size of one engine: {in_words(chosen)}" if any(chosen) else "by batch size: drafting does not pay"
@@ -81,7 +88,10 @@ def sources(question: Question, measured: Measured, calibrated: bool) -> Iterato
     if measured.refused:
         yield f"not used: the times of {measured.source}: {measured.refused}"
     if calibrated:
-        yield "measured: all steps of the engine (--calibration); no constant of the engine is used"
+        yield (
+            "measured: all steps of the engine (--calibration, which does not say of which model and card); no constant of the "
+            "engine is used"
+        )
         replaced = set(KNOWN) - _TRAINERS
     if times is not None:
         replaced |= {"draft_pass_s"} if times.break_even else set()
@@ -100,8 +110,9 @@ def limitations(question: Question) -> Iterator[str]:
     yield "acceptance is assumed to be the same for short and long responses; in a run, that of the longest decides"
     yield "ranges cover the constants and the draw of responses, not the batch, lengths and acceptance that you gave"
     yield (
-        "the value before a range is that of an engine on its own, as benchmarked; RL runs have come out at the low end "
-        "(arXiv 2604.26779, 32 GB200, k=3: 1.77x and 1.53x where this says 2.4x and 2.0x, see examples/bench)"
+        "the value before a range is the median of the draws, nine of ten lie in it; RL runs of another system came out below "
+        "(arXiv 2604.26779, 32 GB200, k=3: 1.77x and 1.53x where this, without the flag's own cost, says 2.2x and 1.9x, see "
+        "examples/bench)"
     )
     if question.deployment.ep > question.deployment.tp:
         yield "experts are assumed to be used evenly, and engines that share them never to wait for each other"

@@ -9,8 +9,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Literal
 
+#: spec-plugin is on no package index yet
+INSTALL = "in a clone of spec-plugin's repository: pip install ."
 #: of a distribution of its own, which a run on GPUs needs nothing of
-INSTALL_CPU = "in a clone of spec-plugin's repository: pip install ./testing"
+INSTALL_CPU = f"{INSTALL}/testing"
+
+#: behind a trainer's name, of what a run needs where vLLM's CPU build is the only vLLM
+PLATFORM = " platform"
 
 State = Literal["ok", "note", "fail"]
 
@@ -71,9 +76,9 @@ def switch_to_cpu(trainer: str, package: str, needs: str, switches: Mapping[str,
     """
     if find_spec(package) is None:
         detail = f"only vLLM's CPU build is here, and {package}, with which {trainer} runs on it, is not installed"
-        return [Diagnosis(f"{trainer} platform", "fail", detail, INSTALL_CPU)]
+        return [Diagnosis(f"{trainer}{PLATFORM}", "fail", detail, INSTALL_CPU)]
     os.environ.update(switches)
-    return [Diagnosis(f"{trainer} platform", "note", "only vLLM's CPU build is here", needs)]
+    return [Diagnosis(f"{trainer}{PLATFORM}", "note", "only vLLM's CPU build is here", needs)]
 
 
 def look_up(name: str, lookup: Callable[[], Any], adapter: str) -> Diagnosis:

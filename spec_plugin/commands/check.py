@@ -11,6 +11,7 @@ from pathlib import Path
 from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands.adapters import installed_adapters, module_for
 from spec_plugin.commands.forecast import Judgement, judge
+from spec_plugin.plan.model_runner import Cluster
 from spec_plugin.plan.refusals import read_json
 from spec_plugin.plan.run_plan import FindModel, Model, RunPlan
 
@@ -39,6 +40,13 @@ def find_check(trainer: str) -> Check:
     module = module_for(adapters[trainer], "check")
     try:
         found: Check = import_module(module).check
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            raise SpecConfigError(f"the adapter for {trainer} offers no check ({module})") from error
+        raise SpecConfigError(
+            f"check {trainer} reads the trainer's own configuration, and this environment lacks {error.name}, which comes with "
+            f"{trainer}: run it in the environment where {trainer} is installed"
+        ) from error
     except (ImportError, AttributeError) as error:
         raise SpecConfigError(f"the adapter for {trainer} offers no check here ({module}: {error})") from error
     return found
@@ -46,13 +54,15 @@ def find_check(trainer: str) -> Check:
 
 def find_model(name: str) -> Model:
     """Look for a model's config.json in a folder and in the hub's local cache; nothing is ever downloaded."""
+    if not name:
+        return Model("", None, "none is given")
     file = Path(name) / "config.json"
     try:
         here = file.exists()
     except OSError as error:  # a name that no folder can have, or one that may not be looked into
         return Model(name, None, str(error))
     if not here:
-        if (cached := _in_hub_cache(name)) is None:
+        if (cached := in_hub_cache(name)) is None:
             return Model(name, None, "it is neither a folder with a config.json here nor in the hub's local cache")
         file = Path(cached)
     try:
@@ -71,7 +81,8 @@ def model_from(file: Path) -> FindModel:
     return lambda name: Model(name, config, str(file))
 
 
-def _in_hub_cache(name: str) -> str | None:
+def in_hub_cache(name: str) -> str | None:
+    """The config.json of a model in the hub's local cache; None where it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -81,13 +92,16 @@ def _in_hub_cache(name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_model) -> Judgement:
+def judge_run(
+    trainer: str, arguments: Sequence[str], find: FindModel = find_model, cluster: Cluster | None = None
+) -> Judgement:
     """Judge one run.
 
     Args:
         trainer: name of its adapter.
         arguments: those of the trainer.
         find: looks for the model's config.json.
+        cluster: the machines that it is judged for; None: this one.
 
     Raises:
         SpecConfigError: if it cannot be judged at all.
@@ -95,7 +109,7 @@ def judge_run(trainer: str, arguments: Sequence[str], find: FindModel = find_mod
     plan = find_check(trainer)(arguments, find)
     if not isinstance(plan, RunPlan):
         raise SpecConfigError(f"the check of the adapter for {trainer} answered {type(plan).__name__}, no RunPlan")
-    return judge(plan)
+    return judge(plan, cluster)
 
 
 def to_json(judgement: Judgement) -> str:

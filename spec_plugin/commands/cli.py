@@ -18,13 +18,14 @@ from rich.text import Text
 
 from spec_plugin import __version__
 from spec_plugin.api.config import described_options, options_table
-from spec_plugin.api.diagnosis import Diagnosis
+from spec_plugin.api.diagnosis import INSTALL, PLATFORM, Diagnosis
 from spec_plugin.api.errors import SpecPluginError
 from spec_plugin.commands.check import find_model, judge_run, model_from
 from spec_plugin.commands.check import to_json as judgement_to_json
 from spec_plugin.commands.check import to_text as judgement_to_text
 from spec_plugin.commands.doctor import Section, examine, hook_summaries, to_json, works
 from spec_plugin.commands.terminal import Refused, echo, visible
+from spec_plugin.plan.model_runner import Cluster
 from spec_plugin.plan.text_files import write_whole
 
 _WIDTH = 250  # of a table that is not printed to a terminal
@@ -107,7 +108,7 @@ class _Commands(click.Group):
 def _missing(name: str) -> click.Command:
     """In the place of a command whose distribution is not installed."""
     distribution, folder = _ELSEWHERE[name]
-    how = f"pip install {distribution}, or in a clone of spec-plugin's repository: pip install ./{folder}"
+    how = f"{INSTALL}/{folder}"
 
     def refuse(arguments: tuple[str, ...]) -> None:
         raise Refused(f"spec-plugin {name} comes with {distribution}, which is not installed: {how}")
@@ -157,6 +158,7 @@ Examples:
   spec-plugin check verl -- actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.name=vllm \\
       +actor_rollout_ref.rollout.custom.spec.k=5
   spec-plugin check verl --model-config qwen3.json -- python -m verl.trainer.main_ppo …
+  spec-plugin check verl --card H100 --vllm 0.26 -- …          for a cluster, from a laptop
   spec-plugin check openrlhf -- --actor.model_name_or_path Qwen/Qwen3-8B --vllm.num_engines 4 --spec.k 5
   spec-plugin check openrlhf --json -- ray job submit -- python -m openrlhf.cli.train_ppo_ray …
   spec-plugin check trl -- --spec.dry_run accelerate launch train.py …   (runs the script until it makes the trainer)
@@ -171,12 +173,19 @@ Exit code: 0 accepted, 1 refused, 2 not to be judged.
 
 @main.command(help=_CHECK_HELP, context_settings={"ignore_unknown_options": True})
 @click.option("--model-config", type=click.Path(path_type=Path), help="A config.json that stands in for the model's.")
+@click.option(
+    "--card", default="", help="Where it is to run: a GPU's name, or cpu; default: what this machine's vLLM is for."
+)
+@click.option("--vllm", default="", help="vLLM's release there, such as 0.26; default: the one that is installed here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the judgement as JSON.")
 @click.argument("trainer")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def check(trainer: str, arguments: tuple[str, ...], model_config: Path | None, as_json: bool) -> None:
+def check(
+    trainer: str, arguments: tuple[str, ...], model_config: Path | None, card: str, vllm: str, as_json: bool
+) -> None:
     """Judge one run; the help text is ``_CHECK_HELP``."""
-    judgement = judge_run(trainer, arguments, model_from(model_config) if model_config else find_model)
+    find = model_from(model_config) if model_config else find_model
+    judgement = judge_run(trainer, arguments, find, Cluster(card, vllm))
     echo(judgement_to_json(judgement) if as_json else "\n".join(judgement_to_text(judgement)))
     sys.exit(0 if judgement.accepted else 1)
 
@@ -281,11 +290,11 @@ def _print_report(sections: list[Section]) -> None:
             if finding.fix:
                 console.print(Text(visible(f"       {'':<20} fix: {finding.fix}"), style=_MARKS[finding.state][1]))
     failures = sum(f.state == "fail" for s in sections for f in s.findings)
-    verdict = (
-        "a run has everything that it needs"
-        if not failures
-        else f"{failures} of these lines would stop a run: see each one's fix"
-    )
+    started = [f.name for s in sections for f in s.findings if f.name.endswith(PLATFORM) and f.fix]
+    verdict = f"{failures} of these lines would stop a run: see each one's fix"
+    if not failures:
+        verdict = "a run has everything that it needs"
+        verdict += f", if it is started as the fix of {' and '.join(started)} says" if started else ""
     console.print(Text(verdict, style="bold"))
 
 

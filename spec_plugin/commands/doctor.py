@@ -22,7 +22,7 @@ from draft_training.outside import text_part
 from draft_training.rope import derived_length
 from spec_plugin.api import hookspecs
 from spec_plugin.api.config import SpecConfig
-from spec_plugin.api.diagnosis import INSTALL_CPU, AdapterDoctor, Diagnosis, device_type, version_of
+from spec_plugin.api.diagnosis import INSTALL, INSTALL_CPU, AdapterDoctor, Diagnosis, device_type, version_of
 from spec_plugin.api.errors import PatchError, SpecConfigError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.commands.adapters import installed_adapters, module_for, part_of
@@ -187,7 +187,7 @@ def examine_adapters() -> tuple[Diagnosis, ...]:
     """Import each adapter as its trainer would, and let it look at the trainer."""
     found = installed_adapters()
     if not found:
-        return (Diagnosis("adapters", "fail", "none is installed", "pip install spec-plugin"),)
+        return (Diagnosis("adapters", "fail", "none is installed", INSTALL),)
     return tuple(finding for entry in found.values() for finding in _examine_adapter(entry))
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from draft_training.files import weight_files
 from draft_training.outside import text_part
 from spec_plugin.api.config import SpecConfig
-from spec_plugin.api.diagnosis import device_type
 from spec_plugin.api.errors import CannotDraft, SpecConfigError
 from spec_plugin.api.method import Method
 from spec_plugin.commands.graphs import NEVER_RUN, graphs_of
@@ -20,7 +19,7 @@ from spec_plugin.lifecycle.manager import built_in_method, create_manager, metho
 from spec_plugin.methods.sample_method import kept_logits
 from spec_plugin.plan.engine_class import architectures, engine_class, keeps_states
 from spec_plugin.plan.hub import DraftNotHereError, draft_folder
-from spec_plugin.plan.model_runner import runner_of
+from spec_plugin.plan.model_runner import Cluster
 from spec_plugin.plan.refusals import Objection, truncated_in_loss
 from spec_plugin.plan.run_plan import RunFacts, RunPlan
 
@@ -63,11 +62,17 @@ class Judgement:
         return not self.objections
 
 
-def judge(plan: RunPlan) -> Judgement:
-    """The adapter's objections, those of the core, and what the run would do."""
-    run = plan.facts
-    if run is None:
+def judge(plan: RunPlan, cluster: Cluster | None = None) -> Judgement:
+    """The adapter's objections, those of the core, and what the run would do.
+
+    Args:
+        plan: what the adapter makes of the run.
+        cluster: the machines that it is judged for; None: this one.
+    """
+    if plan.facts is None:
         return Judgement(plan.trainer, plan.objections, notes=plan.notes, unseen=plan.unseen)
+    cluster = cluster or Cluster()
+    run = replace(plan.facts, target=replace(plan.facts.target, device_type=cluster.device_type))
     spec, target = run.spec, run.target
     objections, unseen, notes = [*plan.objections], [*plan.unseen], [*plan.notes]
     if run.sleeps:
@@ -103,15 +108,14 @@ def judge(plan: RunPlan) -> Judgement:
             if not any(str(error) == objection.why for objection in objections):  # of plugins, it was said
                 instead = "change the option or file that is named"
                 objections.append(_of_model(run, "a draft for this model", str(error), instead))
-    facts = dict(_facts(run, method))
+    facts = dict(_facts(run, method, cluster))
     return Judgement(plan.trainer, tuple(objections), facts, tuple(notes), tuple(unseen))
 
 
 def _method(run: RunFacts) -> Method:
     """What would draft, by the run's own code; torch is loaded only for a plugin's."""
-    here = replace(run.target, device_type=device_type())
-    return built_in_method(run.spec, here) or method_of(
-        run.spec, here, create_manager(run.spec.block, run.spec.plugins)
+    return built_in_method(run.spec, run.target) or method_of(
+        run.spec, run.target, create_manager(run.spec.block, run.spec.plugins)
     )
 
 
@@ -147,20 +151,26 @@ def _about_target(run: RunFacts, method: Method) -> Iterator[str]:
         yield f"vLLM's class {found.name} hands out hidden states, but no run with such a target has been tried"
 
 
-def _facts(run: RunFacts, method: Method | None) -> Iterator[tuple[str, str]]:
-    spec, target, device = run.spec, run.target, device_type()
+def _facts(run: RunFacts, method: Method | None, cluster: Cluster) -> Iterator[tuple[str, str]]:
+    spec, target, device = run.spec, run.target, cluster.device_type
+    if cluster.card or cluster.vllm:
+        vllm = f"vLLM {cluster.vllm}" if cluster.vllm else "the vLLM that is installed here"
+        yield (
+            "judged for",
+            f"{cluster.card or 'the devices of this machine'} with {vllm}; all else as this machine has it",
+        )
     yield "model", f"{run.model.name} ({run.model.source})" if run.model.config else run.model.name or "not seen"
     yield "method", f"{_drafting(spec, method)}, up to {spec.k} tokens a step; {_SERVING[spec.serve]}"
     yield "shape", run.shape
     if method is not None and method.draft is not None:
         yield "draft on the actor", _actor_memory(spec, method.draft.config)
     if method is not None and (method.draft is not None or spec.draft):
-        yield "draft in the engine", _engine_memory(run, method)
+        yield "draft in the engine", _engine_memory(run, method, cluster)
     requests, length = target.max_num_seqs or "of vLLM", target.max_model_len or "of the model"
     yield "engine", f"{target.dtype}, max_num_seqs {requests}, max_model_len {length}"
-    runner = runner_of(method.settings if method is not None else {"method": spec.method}, device)
+    runner = cluster.runner_of(method.settings if method is not None else {"method": spec.method})
     yield "model runner", runner.words
-    yield "CUDA graphs", graphs_of(runner, device)
+    yield "CUDA graphs", graphs_of(runner, cluster)
     yield "never run on a GPU", NEVER_RUN[device]
     checked = "every response, against the actor's"
     if run.bypass:
@@ -193,7 +203,7 @@ def _actor_memory(spec: SpecConfig, draft: DraftShape) -> str:
     )
 
 
-def _engine_memory(run: RunFacts, method: Method) -> str:
+def _engine_memory(run: RunFacts, method: Method, cluster: Cluster) -> str:
     if method.draft is not None:
         size = method.draft.config.parameters * _BYTES.get(run.target.dtype, 2)
     else:  # served as it is
@@ -204,17 +214,17 @@ def _engine_memory(run: RunFacts, method: Method) -> str:
     counts = (text_part(hf or {}).get("num_hidden_layers") for hf in (method.draft_config, run.target.hf_config))
     layers, beside = (count if isinstance(count, int) else "some" for count in counts)
     more = "1 layer" if own or layers == 1 else f"{layers} layers"
-    drawn = f"; {_kept(run, method)} for what drafted tokens are drawn from" if method.draws else ""
+    drawn = f"; {_kept(run, method, cluster)} for what drafted tokens are drawn from" if method.draws else ""
     return f"{_size(size)} of weights{split}, and the KV cache of {more} beside the target's {beside}{drawn}"
 
 
-def _kept(run: RunFacts, method: Method) -> str:
+def _kept(run: RunFacts, method: Method, cluster: Cluster) -> str:
     """Memory of an engine for the logits of what was proposed: V2 takes it at its start, V1 while it drafts."""
     known = run.target.max_num_seqs > 0
     target = run.target if known else replace(run.target, max_num_seqs=1)
     kept = kept_logits(run.spec, target)
     each = "" if known else " a request"
-    if runner_of(method.settings, device_type()).v2:
+    if cluster.runner_of(method.settings).v2:
         return f"{_size(kept)}{each}"
     return f"up to {_size(4 * kept)}{each}, or fewer drafted tokens where that has no room,"
 

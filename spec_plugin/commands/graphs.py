@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_plugin.plan.model_runner import METHODS, Runner, runner_of, v2_takes_every_k
+from spec_plugin.plan.model_runner import METHODS, Cluster, Runner, runner_of
 
 #: of a vLLM that takes V1 and piecewise graphs only since k changes (docs/measured.md): what no controller can give back
 SLOWER_PLAIN = (
@@ -13,26 +13,26 @@ SLOWER_PLAIN = (
 _KINDS = {True: "full and piecewise", False: "piecewise"}
 #: what of a run nobody has tried on a GPU, by the device type of the engine
 NEVER_RUN = {
-    "cpu": "nothing: spec-plugin was tested on CPUs, with vLLM's CPU build as it is here",
+    "cpu": "judged for vLLM's CPU build, on which spec-plugin is tested; of GPUs tells spec-plugin check --card H100 …",
     "cuda": "no run of a trainer with the flag, and more: docs/supported.md#never-run-on-a-gpu is the list",
 }
 
 
-def graphs_of(runner: Runner, device_type: str) -> str:
+def graphs_of(runner: Runner, cluster: Cluster) -> str:
     """Which CUDA graphs an engine gets; ``enforce_eager`` and ``cudagraph_mode`` of the run's own are not looked at.
 
     Args:
         runner: vLLM's model runner that it gets.
-        device_type: "cpu" or "cuda".
+        cluster: where it runs.
     """
-    if device_type == "cpu":
+    if cluster.device_type == "cpu":
         return "none (vLLM's CPU build)"
     if runner.refused:
         return "none: vLLM will refuse to start"
     graphs = f"{_KINDS[runner.v2]}, where the run asks for no fewer"
     if runner.v2:
         return graphs
-    more = "" if v2_takes_every_k() else f"; {SLOWER_PLAIN}"
+    more = "" if cluster.changes_k_on_v2 else f"; {SLOWER_PLAIN}"
     return f"{graphs} (vLLM's own choice on V1, since k changes while it runs){more}"
 
 

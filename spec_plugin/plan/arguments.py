@@ -17,7 +17,7 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Separate ``--spec.name value``, ``--spec.name=value`` and the switch ``--spec.enable`` from the trainer's flags.
 
-    The switch may say ``true`` or ``false`` behind it, as trainers' own do when a launcher fills them in.
+    The switch may say ``true``, ``false``, ``on`` or ``off`` behind it; ``--spec off`` is the switch as well, where it says so.
 
     Returns:
         The trainer's arguments, untouched and in order, and our raw options by name; lists are comma-separated.
@@ -30,12 +30,16 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
+        if (said := _switched([argument, *rest[:1]])) is not None:
+            ours[ENABLE] = said
+            rest = rest["=" not in argument :]
+            continue
         if not argument.startswith(PREFIX):
             theirs.append(argument)
             continue
         name, has_value, value = argument.removeprefix(PREFIX).partition("=")
         if name == ENABLE:
-            if not has_value and rest and rest[0].lower() in _YES + _NO:
+            if not has_value and rest and is_on(rest[0]) is not None:
                 value, has_value = rest.pop(0), "="
             ours[ENABLE] = _switch(value) if has_value else True
             continue
@@ -47,9 +51,22 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return theirs, ours
 
 
+def _switched(words: Sequence[str]) -> bool | None:
+    """What ``--spec off`` or ``--spec=off`` says at the start of these words; None: it is another's argument."""
+    word, has_value, value = words[0].partition("=")
+    value = value if has_value else "".join(words[1:2])
+    return is_on(value) if word == PREFIX.rstrip(".") else None
+
+
+def is_on(value: object) -> bool | None:
+    """Does a switch say on or off, as a word or a truth value; None: neither."""
+    word = str(value).lower()
+    return True if word in _YES else False if word in _NO else None
+
+
 def _switch(value: str) -> bool:
-    if value.lower() in _YES + _NO:
-        return value.lower() in _YES
+    if (said := is_on(value)) is not None:
+        return said
     raise SpecConfigError(f"{PREFIX}{ENABLE}={value!r}: expected true or false; leave the value out for true")
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+from spec_plugin.api.diagnosis import device_type
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.plan.sources import folder_of, source_of
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -21,6 +23,7 @@ _V2_DFLASH_LOADER = ("v1/worker/gpu/spec_decode/dflash/utils.py", "load_dflash_m
 _V2_LOADER = ("v1/worker/gpu/spec_decode/eagle/utils.py", "load_eagle_model")
 #: and here vLLM lists what V2 does not serve
 _V2_GATE = ("config/vllm.py", "_get_v2_model_runner_unsupported_features")
+_CHANGING, _ONE_PASS = "a k that changes while it runs", "drafts that are made in one pass (P-EAGLE)"
 _OWN_PARALLEL = ("dflash", "dspark")  # their speculators on V2 draft all tokens in one pass
 #: what each of our methods asks of vLLM
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -35,6 +38,61 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "frozen: a causal LM": {"method": "draft_model"},
 }
 A_TRAINED_DRAFT = METHODS["eagle3"]  # where any of them stands for all that train one
+
+
+#: vLLM's releases whose V2 runner changes k, and what it serves there (0.29's own list, which 0.32 has, too)
+_V2_CHANGES_K, _V2_SERVES = (0, 25), ("eagle", "eagle3", "mtp", *_OWN_PARALLEL)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines that a run is judged for; nothing said is this one, and the vLLM that is installed here."""
+
+    card: str = ""  # its name, or "cpu"
+    vllm: str = ""  # a release, "0.26" or "0.26.1"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no release.
+
+        Raises:
+            SpecConfigError: naming it.
+        """
+        if self.vllm and not re.fullmatch(r"\d+\.\d+[\w.+]*", self.vllm):
+            raise SpecConfigError(f"--vllm {self.vllm}: give a release, such as 0.26 or 0.26.1")
+
+    @property
+    def device_type(self) -> str:
+        """Of its engines: "cpu" or "cuda"."""
+        return device_type() if not self.card else "cpu" if self.card.lower() == "cpu" else "cuda"
+
+    def lacking(self, settings: Mapping[str, Any]) -> str:
+        """What the V2 runner of its vLLM does not have for such an engine; empty: nothing that is known."""
+        if not self.vllm:
+            return _lacking(settings)
+        method, one_pass = settings.get("method"), settings.get("parallel_drafting")
+        if not self.changes_k_on_v2:
+            return _CHANGING
+        if method not in _V2_SERVES:
+            return f"the method {method}"
+        return _ONE_PASS if one_pass and method not in _OWN_PARALLEL else ""
+
+    @property
+    def changes_k_on_v2(self) -> bool:
+        """May k change while the V2 runner of its vLLM runs."""
+        if not self.vllm:
+            return v2_takes_every_k()
+        major, minor = self.vllm.split(".")[:2]
+        return (int(major), int(re.match(r"\d+", minor)[0])) >= _V2_CHANGES_K  # type: ignore[index]
+
+    def runner_of(self, settings: Mapping[str, Any]) -> Runner:
+        """The runner that an engine gets there; this process's ``VLLM_USE_V2_MODEL_RUNNER`` counts for this machine alone."""
+        if not self.card:
+            return runner_of(settings, self.device_type) if not self.vllm else self._chosen(settings)
+        return runner_of(settings, "cpu") if self.device_type == "cpu" else self._chosen(settings)
+
+    def _chosen(self, settings: Mapping[str, Any]) -> Runner:
+        lacks, which = self.lacking(settings), f" {self.vllm}" if self.vllm else " of this vLLM"
+        return Runner(False, f"V2{which} lacks {lacks}") if lacks else Runner(True, "vLLM's own choice")
 
 
 @dataclass(frozen=True)
@@ -80,13 +138,13 @@ def runner_of(settings: Mapping[str, Any], device_type: str) -> Runner:
 def _lacking(settings: Mapping[str, Any]) -> str:
     """What this vLLM's V2 runner does not have for this engine; empty: nothing that its sources tell."""
     if not v2_takes_every_k():
-        return "a k that changes while it runs"
+        return _CHANGING
     gate, method = _function(*_V2_GATE), settings.get("method")
     served = next((names for names in re.findall(r"\.method not in [(\[{]([^)\]}]*)", gate) if '"eagle3"' in names), "")
     if served and f'"{method}"' not in served:
         return f"the method {method}"
     if settings.get("parallel_drafting") and method not in _OWN_PARALLEL and "parallel_drafting" in gate:
-        return "drafts that are made in one pass (P-EAGLE)"
+        return _ONE_PASS
     return ""
 
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _NAMES = {
     SelfTestPart.ALL: "the self-test",
     SelfTestPart.START: "the self-test's first part (nothing is drafted yet; the rest comes before a draft is served)",
-    SelfTestPart.DRAFTS: "the self-test of drafts",
+    SelfTestPart.DRAFTS: "the self-test's second part (a trained draft is about to be served: its samples, and switching)",
 }
 
 #: times ``refresh_timeout_s`` after which a call is given up; a link's own limits come before (a refresh is two calls)
@@ -221,6 +221,11 @@ class EngineControl:
         if not session.config.self_test or session.failed:
             return
         seconds = session.config.self_test_seconds * 2 ** min(self._late, _TWICE)
+        logger.info(
+            "spec-plugin: %s begins, no rollout until it ends: %.0f s (spec.self_test_seconds), up to four times that where less "
+            "would prove nothing",
+            *(_NAMES[part], seconds * part.share),
+        )
         with session.ledger.spending(), session.guarded(Reason.SELF_TEST):
             answer = await self._reach(self.link.self_test(seconds, part), 5 * seconds + _START)
             self._judge(expect_instance(answer, SelfTestReport, "self_test"), part)
@@ -231,7 +236,11 @@ class EngineControl:
             lines = "".join(f"\n  {check.name}: {check.detail}" for check in report.checks)
             logger.info("spec-plugin: %s passed in %.1f s%s", _NAMES[part], report.seconds, lines)
             for check in report.unproven:
-                logger.warning("spec-plugin: the self-test found nothing wrong, but %s is %s", check.name, check.detail)
+                logger.warning(
+                    "spec-plugin: the self-test found nothing wrong, but %s is %s. More seconds may prove it "
+                    "(spec.self_test_seconds=%g)",
+                    *(check.name, check.detail, session.config.self_test_seconds),
+                )
             session.engine_ready(report)
             return
         if report.out_of_time:

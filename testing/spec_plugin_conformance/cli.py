@@ -68,14 +68,14 @@ def conformance(
     arguments += ["-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "--tb=short", "-q"]
     arguments += ["--rootdir", str(CHECKS_FILE.parent), "-W", "ignore:Module already imported so cannot be rewritten"]
     for option, value in (
-        ("--shape", shape),
-        ("--target", family),
-        ("--badge", badge),
+        ("--kit-shape", shape),
+        ("--kit-target", family),
+        ("--kit-badge", badge),
         ("--junitxml", junit),
         ("-k", expression),
-        ("--keep", keep),
+        ("--kit-keep", keep),
     ):
         arguments += [option, str(value)] if value else []
     for option in options:
-        arguments += ["--spec", option]
+        arguments += ["--kit-spec", option]
     sys.exit(pytest.main(arguments))

@@ -130,17 +130,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the kit's options to pytest's."""
     group = parser.getgroup("spec-plugin conformance")
     group.addoption("--adapter", metavar="NAME", help=f"entry point in group {DRIVER_GROUP}, or module:DriverClass")
-    group.addoption("--shape", metavar="SHAPE", help="deployment shape of the runs, one that the driver knows")
-    group.addoption("--target", metavar="FAMILY", help="family of the tiny policy, one that the kit has")
+    group.addoption("--kit-shape", metavar="SHAPE", help="deployment shape of the runs, one that the driver knows")
+    group.addoption("--kit-target", metavar="FAMILY", help="family of the tiny policy, one that the kit has")
     group.addoption(
-        "--spec",
+        "--kit-spec",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="an option of the plugin, for all runs with it",
     )
-    group.addoption("--badge", metavar="FILE", help="write a Markdown table of what this adapter supports")
-    group.addoption("--keep", metavar="DIR", help="run in this folder and keep what the trainer wrote")
+    group.addoption("--kit-badge", metavar="FILE", help="write a Markdown table of what this adapter supports")
+    group.addoption("--kit-keep", metavar="DIR", help="run in this folder and keep what the trainer wrote")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -157,8 +157,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--adapter is missing: an adapter's name (known: {known}) or module:DriverClass")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    options = options_of(config.getoption("--spec"))
-    kit = Kit(config, name, load_driver(name), config.getoption("--shape"), options, config.getoption("--target"))
+    options = options_of(config.getoption("--kit-spec"))
+    kit = Kit(
+        config, name, load_driver(name), config.getoption("--kit-shape"), options, config.getoption("--kit-target")
+    )
     config.pluginmanager.register(kit, _KIT)
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(CHECKS_FILE)]
@@ -166,9 +168,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest) -> Iterator[KitRuns]:
-    """The runs of this session, in ``--keep`` or in a folder that is removed at the end."""
+    """The runs of this session, in ``--kit-keep`` or in a folder that is removed at the end."""
     kit: Kit = request.config.pluginmanager.getplugin(_KIT)
-    keep = request.config.getoption("--keep")
+    keep = request.config.getoption("--kit-keep")
     root = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="spec-plugin-conformance-"))
     root.mkdir(parents=True, exist_ok=True)
     asked = {item.name for item in request.session.items}
@@ -247,7 +249,7 @@ class Kit:
         runs = self.runs.by_name.values() if self.runs else ()
         if runs:
             console.print("runs: " + ", ".join(f"{r.name} {r.seconds:.0f} s" for r in runs), highlight=False)
-        badge = self._config.getoption("--badge")
+        badge = self._config.getoption("--kit-badge")
         if badge:
             Path(badge).write_text(badge_table(self._name, rows))
 

@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "read_runs",
+        "runs_as_logged",
         "key=_number",
         "key=str",
         "of checkpoints of nine and ten steps that of nine is shown",
@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "read_runs",
+        "runs_as_logged",
         "checkpointed.intersection(file.parents) if reader is _events else ()",
         "()",
         "a run's checkpoints and its event files are shown as two runs",
@@ -202,8 +202,8 @@ MUTATIONS = (
     Mutation(
         _FINDINGS,
         "_costs",
-        '    parts["self-tests and the rest"] = max(0.0, earned.cost_s - sum(parts.values()))\n',
-        "",
+        '        parts[f"self-tests ({_steps([*run.self_tests])})"] = sum(run.self_tests.values())\n',
+        "        pass\n",
         "the parts of what the flag cost are a few percent of the sum beside them",
         ("test_report_untrained.py",),
     ),
@@ -318,6 +318,22 @@ MUTATIONS = (
         "        if False:\n",
         "an engine is projected that vLLM does not start",
         ("test_projection.py", "test_projection_command.py"),
+    ),
+    Mutation(
+        _PROJECTING,
+        "_span",
+        "return Estimate(median(values), low, high)",
+        "return Estimate(max(values), low, high)",
+        "a projection prints what the most favourable constants give as typical",
+        ("test_projection.py::test_what_is_printed_first_is_the_median_of_the_draws_and_the_range_holds_nine_of_ten",),
+    ),
+    Mutation(
+        _PROJECTING,
+        "_Draw.outcomes",
+        "self._phase(self.flagged, chances, table) if k else plain",
+        "self._phase(self.plain, chances, table) if k else plain",
+        "a projection leaves out what the flag costs by itself",
+        ("test_projection.py::test_a_draft_that_is_never_right_only_costs",),
     ),
     Mutation(
         _PROJECTING,

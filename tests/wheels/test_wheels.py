@@ -108,7 +108,7 @@ def test_a_command_of_another_wheel_says_what_to_install_and_then_is_there(
     plain: Installed, whole: Installed, command: str, folder: str
 ) -> None:
     refused = plain.run("spec-plugin", command, "verl")
-    assert refused.returncode == 2 and f"pip install spec-plugin-{folder}" in refused.stderr
+    assert refused.returncode == 2 and f"pip install ./{folder}" in refused.stderr
     helped = whole.run("spec-plugin", command, "--help")
     assert helped.returncode == 0 and "Not installed" not in helped.stdout
 

@@ -21,6 +21,7 @@ _SLOWER, _OFTEN = 0.97, 0.1
 _MANY, _PARTS, _FALLEN = 30, 5, 0.7
 _A_TRY = 1.0  # predicted of a try of an unmeasured draft
 _DEAR = 0.2  # of a usual step's time, for the plugin's own work
+_SHOWN_S = 0.05  # of one kind of work
 _STANDS_STILL = 3  # times that a draft is trained while the engine goes on with one version
 Level = Literal["bad", "warn", "fine"]
 #: a metric, between which bounds it is as it should be, and what is said if it is not
@@ -65,6 +66,20 @@ def _states(run: LoggedRun) -> Iterator[RunFinding]:
     elif spans and spans[-1].state in ("off", "dropped"):
         asked = spans[-1].reason == Reason.SERVE_NEVER.name
         yield RunFinding("fine" if asked else "warn", f"nothing was drafted; at the end: {spans[-1].why}")
+
+
+def _resumed(run: LoggedRun) -> Iterator[RunFinding]:
+    """Steps without drafts behind a resume, where there had been some before."""
+    for start in run.resumed:
+        again = next((step for step in run.drafted if step >= start), None)
+        if any(step < start for step in run.drafted) and again != start:
+            plain = [step for step in run.numbers if start <= step and (again is None or step < again)]
+            why = next(
+                (span.why for span in spans_of(run) if span.first <= start <= span.last), "the log does not say why"
+            )
+            yield RunFinding(
+                "warn", f"the run was resumed at step {start}, and did not draft at {_steps(plain)}: {why}", start
+            )
 
 
 def _acceptance(run: LoggedRun) -> Iterator[RunFinding]:
@@ -139,10 +154,13 @@ def _costs(run: LoggedRun) -> Iterator[RunFinding]:
         return
     took, work, (saved, cost) = run.series("step_s"), run.work, run.sums_so_far
     parts = {name: run.every * sum(spent.values()) for name, spent in work.items()}
-    parts["self-tests and the rest"] = max(0.0, earned.cost_s - sum(parts.values()))
+    if run.self_tests:
+        parts[f"self-tests ({_steps([*run.self_tests])})"] = sum(run.self_tests.values())
+    parts["the rest"] = max(0.0, earned.cost_s - sum(parts.values()))
     share = median(sum(spent.get(s, 0.0) for spent in work.values()) / step_s for s, step_s in took.items() if step_s)
     whole = f"{duration(earned.cost_s)}, {100 * earned.cost_s / earned.run_s:.2g} % of the steps' time"
-    text = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
+    largest = sorted(parts, key=parts.__getitem__, reverse=True)
+    text = ", ".join(f"{name} {duration(parts[name])}" for name in largest if parts[name] >= _SHOWN_S)
     yield RunFinding("warn" if share > _DEAR else "fine", f"the flag's own work took {whole}: {text}")
     ahead = [*takewhile(lambda step: saved[step] >= cost[step], reversed(saved))]
     if ahead and earned.saved_s > 0.0:
@@ -150,7 +168,7 @@ def _costs(run: LoggedRun) -> Iterator[RunFinding]:
         yield RunFinding("fine", text, ahead[-1])
 
 
-_LOOKS = (_states, _acceptance, _speed, _draft, _log_probs, _guard, _costs)
+_LOOKS = (_states, _resumed, _acceptance, _speed, _draft, _log_probs, _guard, _costs)
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ def to_html(report: Report) -> str:
         from jinja2 import Environment
     except ImportError as error:
         text = f"the page is made with jinja2 and matplotlib, which are not both installed here ({error})"
-        raise ReportError(f"{text}: pip install 'spec-plugin[report]', or take the numbers with --json") from error
+        raise ReportError(f"{text}: pip install jinja2 matplotlib, or take the numbers with --json") from error
     sections = []
     for run in report.runs:
         spans = spans_of(run)

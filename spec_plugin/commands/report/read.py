@@ -29,9 +29,19 @@ class ReportError(SpecPluginError, ValueError):
 
 
 def read_runs(path: Path, formats: Sequence[LogFormat]) -> list[LoggedRun]:
-    """The runs in a file or folder: each file of JSON lines is one, each folder of checkpoints or of event files.
+    """The runs of ``runs_as_logged``, under the report's names, with what is missing of each.
 
-    Event files in a folder of checkpoints, or below it, are of the same run.
+    Raises:
+        ReportError: if there is no such path, or no step to read in it.
+    """
+    return [_translated(run, formats) for run in runs_as_logged(path, formats)]
+
+
+def runs_as_logged(path: Path, formats: Sequence[LogFormat]) -> list[LoggedRun]:
+    """The runs in a file or folder, under the trainer's own names.
+
+    Each file of JSON lines is one, each folder of checkpoints or of event files. Event files in a
+    folder of checkpoints, or below it, are of the same run.
 
     Raises:
         ReportError: if there is no such path, or no step to read in it.
@@ -55,7 +65,7 @@ def read_runs(path: Path, formats: Sequence[LogFormat]) -> list[LoggedRun]:
     if not any(run.steps for run in read):
         remarks = [remark for run in read for remark in run.remarks]
         raise ReportError("; ".join([f"{path}: no step of a trainer is in it yet", *remarks[:3], _accepted(formats)]))
-    return sorted((_translated(run, formats) for run in read if run.steps), key=lambda run: run.name)
+    return sorted((run for run in read if run.steps), key=lambda run: run.name)
 
 
 def _accepted(formats: Sequence[LogFormat]) -> str:
@@ -149,7 +159,7 @@ def _events(file: Path, formats: Sequence[LogFormat], remarks: list[str]) -> Ite
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError as error:
         text = f"event files are read with tensorboard, which is not installed here ({error})"
-        raise ReportError(f"{file}: {text}: pip install 'spec-plugin[report]'") from error
+        raise ReportError(f"{file}: {text}: pip install tensorboard") from error
     step = -1
     try:
         for event in map(Event.FromString, _records(file)):

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -172,6 +173,24 @@ class LoggedRun:
             last = (logged.get(step, 0.0), spent)
             saved[step], cost[step] = earlier[0] + last[0], earlier[1] + last[1]
         return saved, cost
+
+    @cached_property
+    def resumed(self) -> tuple[int, ...]:
+        """Steps at which the sum of costs had fallen: another process had begun to count."""
+        logged = [*self.series("spec/cost_so_far_s").items()]
+        return tuple(step for (_, before), (step, cost) in pairwise(logged) if cost < before)
+
+    @cached_property
+    def self_tests(self) -> Series:
+        """Seconds of the steps in which the engines were tested: what these cost beside the work that is logged by itself.
+
+        Nothing else takes so long at once: it is told from other work by ten times that of a usual step, and a second.
+        """
+        cost, sums = self.sums_so_far[1], [0.0, *self.sums_so_far[1].values()]
+        work = {step: self.every * sum(spent.get(step, 0.0) for spent in self.work.values()) for step in cost}
+        rest = {step: spent - last - work[step] for (step, spent), last in zip(cost.items(), sums, strict=False)}
+        usual = float(np.median([*rest.values()])) if rest else 0.0
+        return {step: seconds for step, seconds in rest.items() if seconds > max(1.0, 10 * usual)}
 
     @property
     def earned(self) -> Earned | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from draft_training import files
 from draft_training.acceptance import conditional_acceptance
 from draft_training.errors import CheckpointError
 from draft_training.outside import short_repr, text_part
+from spec_plugin.api.diagnosis import device_type
 from spec_plugin.api.errors import SpecConfigError, SpecPluginError
 from spec_plugin.api.events import TargetInfo
 from spec_plugin.api.method import Method
@@ -26,7 +28,7 @@ from spec_plugin.commands.train.settings import PretrainSettings
 from spec_plugin.commands.train.texts import TokenizedRollout, read_prompts, read_rollouts
 from spec_plugin.engine.vllm.offline import lines_of
 from spec_plugin.lifecycle.manager import built_in_method
-from spec_plugin.plan.refusals import read_json
+from spec_plugin.plan.refusals import read_json, refusing
 
 #: prompts sampled between two writes: what a kill costs at most
 _CHUNK = 64
@@ -59,6 +61,7 @@ def pretrain(settings: PretrainSettings, show: bool = True) -> TrainedDraft:
     """
     _check(settings)
     target = _target(settings)
+    _refuse_too_large(settings, target)
     method = built_in_method(settings.spec, target, fetch=True)
     assert method is not None, "the default one is ours"
     begun = _work_of(settings).exists()
@@ -112,6 +115,32 @@ def _target(settings: PretrainSettings) -> TargetInfo:
             "correct it there"
         )
     return TargetInfo(path=str(settings.target), hf_config=hf, dtype=dtype)
+
+
+def _refuse_too_large(settings: PretrainSettings, target: TargetInfo) -> None:
+    """Engine and training hold the whole policy on one device, one after the other: no rank shares it."""
+    with refusing(f"--target {settings.target}"):
+        weights = sum(file.stat().st_size for file in files.weight_files(settings.target) if file.is_file())
+    memory = _card_memory()
+    place, share = ("a GPU", settings.gpu_memory_utilization) if memory else ("this machine", 0.9)
+    if not memory:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        weights *= 1 if target.dtype == "float32" else 2  # training is in float32 there
+    if weights > share * memory:
+        raise SpecConfigError(
+            f"--target {settings.target}: its weights take {weights / 1e9:.1f} GB, and {place} has {memory / 1e9:.1f} GB, of "
+            f"which {share:.0%} may be theirs: spec-plugin train splits no policy over several; let the run train its draft, "
+            "which needs none to begin with, or train on a larger device"
+        )
+
+
+def _card_memory() -> int:
+    """Bytes of the GPU's memory; 0 where there is none."""
+    if device_type() == "cpu":
+        return 0
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
 
 def _work_of(settings: PretrainSettings) -> Path:

@@ -273,3 +273,23 @@ def test_a_value_of_the_wrong_kind_is_named(stock: Any, key: str, value: Any, pa
     OmegaConf.update(config, key, value, merge=False, force_add=True)
     found = [str(o) for o in verl.objections(config.rollout, config.model)]
     assert len(found) == 1 and not list(missing(found[0], *parts)), found
+
+
+@pytest.mark.parametrize("off", ["off", "false", "False", "0", "no"])
+def test_a_switch_that_is_off_is_off_in_each_trainer(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spec_plugin_trl import __main__ as trl
+    from spec_plugin_trl import flag
+
+    assert split_arguments(["--spec", off, "--x"]) == (["--x"], {"enable": False})
+    assert split_arguments([f"--spec={off}", "--x"]) == (["--x"], {"enable": False})
+    assert split_arguments(["--spec", "path", "--x"]) == (["--spec", "path", "--x"], {})
+    ran: list[list[str]] = []
+    monkeypatch.setattr(trl, "run_script", ran.append)
+    monkeypatch.setattr(trl.registration, "register", lambda: ran.append(["registered"]))
+    monkeypatch.setenv(flag.FLAG, "k=5")
+    trl.main(["--spec", off, "train.py"])
+    assert ran == [["train.py"]] and flag.turned_off(), "nor may the script turn it on"
+    with pytest.raises(
+        SpecConfigError, match=r"the flag is another option: leave out actor_rollout_ref\.model\.external_lib"
+    ):
+        verl.read_config(SimpleNamespace(custom={"spec": off}))

@@ -102,9 +102,9 @@ def test_a_name_that_is_no_text_is_printed_escaped(tmp_path: Path) -> None:
 
 #: an option of ``project`` that takes a file, what is in it, and what is said
 FILES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("--from", of_step(metrics=f'{{"spec/acceptance_length": {BIG}}}'), ("none of 1 lines has a metric",)),
-    ("--from", f"{DEEP}\n", ("none of 1 lines has a metric",)),
-    ("--from", "\x00\n", ("none of 1 lines has a metric",)),
+    ("--from", of_step(metrics=f'{{"spec/acceptance_length": {BIG}}}'), ("no step of it has a metric",)),
+    ("--from", f"{DEEP}\n", ("no step of a trainer is in it",)),
+    ("--from", "\x00\n", ("no step of a trainer is in it",)),
     ("--calibration", DEEP, ("recursion", "a JSON list of objects")),
     ("--calibration", "[1, 2]", ("must be a mapping", "a JSON list of objects")),
     ("--calibration", "{}", ("it is no list of steps", "a JSON list of objects")),
@@ -124,12 +124,12 @@ FILES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 def test_a_file_for_a_projection_that_is_none_is_named(
     tmp_path: Path, option: str, text: str, parts: tuple[str, ...]
 ) -> None:
-    (file := tmp_path / "given").write_text(text)
+    (file := tmp_path / "given.jsonl").write_text(text)
     done = invoke(*ASKED, option, str(file))
     assert done.exit_code == 2 and not list(missing(done.output, str(file), *parts)), done.output
 
 
-@pytest.mark.parametrize("option", ["--from", "--calibration", "--lengths"])
+@pytest.mark.parametrize("option", ["--calibration", "--lengths"])
 def test_a_folder_in_the_place_of_that_file_is_named(tmp_path: Path, option: str) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     done = invoke(*ASKED, option, str(tmp_path))

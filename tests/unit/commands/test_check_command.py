@@ -30,6 +30,7 @@ from spec_plugin.commands.check import find_check, find_model, judge_run
 from spec_plugin.commands.cli import main
 from spec_plugin.methods.fit import refuse_unfit
 from spec_plugin.plan import sources
+from spec_plugin.plan.model_runner import Cluster
 from spec_plugin.plan.refusals import refuse
 from spec_plugin.plan.run_plan import Model, RunFacts, split_launch
 
@@ -73,6 +74,14 @@ def test_openrlhf_runs_that_are_accepted(flags: tuple[str, ...], shape: str) -> 
     assert found.accepted and shape in found.facts["shape"], found.objections
 
 
+@needs_verl
+def test_in_another_trainers_environment_check_says_which_one_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "spec_plugin_verl_check.check", raising=False)
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    done = invoke("verl", "--", "x=1")
+    assert done.exit_code == 2 and "this environment lacks omegaconf, which comes with verl: run it in" in done.output
+
+
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() -> None:
     """As the run refuses it: an unknown name was taken for a plugin's."""
@@ -81,11 +90,11 @@ def test_a_method_that_nobody_provides_is_refused_with_the_one_that_was_meant() 
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
-def test_a_user_with_a_gpu_is_told_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "device_type", lambda: "cuda")
-    told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3).facts
+def test_a_user_with_a_gpu_is_told_what_nobody_has_run() -> None:
+    told = openrlhf_check([*GOOD, "--vllm.enable_sleep"], a_qwen3, Cluster("H100", "0.26")).facts
     assert "docs/supported.md#never-run-on-a-gpu" in told["never run on a GPU"]
-    assert {"model runner", "CUDA graphs"} <= set(told)
+    assert told["model runner"] == "V2: vLLM's own choice" and told["CUDA graphs"].startswith("full and piecewise")
+    assert told["judged for"].startswith("H100 with vLLM 0.26; all else as this machine has it")
 
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
@@ -148,7 +157,7 @@ def test_openrlhfs_flags_are_read_from_its_source(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("flags_of_openrlhf")
 def test_a_model_that_is_not_here_is_said_to_be_unseen_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_plugin.commands.check._in_hub_cache", lambda name: None)
+    monkeypatch.setattr("spec_plugin.commands.check.in_hub_cache", lambda name: None)
     found = openrlhf_check([*GOOD, "--ds.load_in_4bit"])
     assert "nothing to train" not in found.facts["method"], "nobody has seen whether a draft can be made"
     assert [o.reason for o in found.objections] == ["a 4-bit policy"]
@@ -275,7 +284,7 @@ def test_a_layer_that_the_target_brings_is_one_though_its_config_json_is_the_tar
     target = TargetInfo("m", QWEN3 | more, "bfloat16")
     method = Method("mtp", {}, draft=StartingDraft(MtpShape.from_target(target.hf_config)))
     run = RunFacts(SpecConfig.parse(None), target, Model("m", target.hf_config, ""), "path", "")
-    assert forecast._engine_memory(run, method).endswith("the KV cache of 1 layer beside the target's 36")
+    assert forecast._engine_memory(run, method, Cluster()).endswith("the KV cache of 1 layer beside the target's 36")
 
 
 # the command

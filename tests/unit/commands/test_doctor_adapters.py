@@ -14,7 +14,7 @@ import pytest
 
 from spec_plugin.adapter import AdapterDoctor, Diagnosis
 from spec_plugin.api import diagnosis
-from spec_plugin.commands import adapters, doctor
+from spec_plugin.commands import adapters, cli, doctor
 
 OURS = ("verl", "openrlhf", "trl")
 
@@ -191,9 +191,21 @@ def test_unsloth_is_spoken_of_where_it_is_installed(trl: ModuleType, monkeypatch
     assert unsloth.state == "note" and "generated trainers and engines are refused" in unsloth.detail
 
 
+def test_the_doctors_last_line_does_not_say_that_a_run_is_ready_which_needs_a_variable(
+    trl: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for findings, said in (
+        (trl.on_cpu(), "a run has everything that it needs, if it is started as the fix of trl platform says\n"),
+        ((), "a run has everything that it needs\n"),
+    ):
+        cli._print_report([doctor.Section("adapters", tuple(findings))])
+        assert capsys.readouterr().out.endswith(said)
+
+
 def test_on_a_cpu_a_trl_run_needs_a_variable_and_a_package(trl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = trl.on_cpu()
     assert finding.state == "note" and "SPEC_PLUGIN_TRL_CPU=1" in finding.fix and "spec_plugin_trl_cpu" in finding.fix
+    assert "no attribute 'weight_loader'" in finding.fix
     assert "SPEC_PLUGIN_TRL_CPU" not in os.environ
     monkeypatch.setenv("SPEC_PLUGIN_TRL_CPU", "1")
     assert not list(trl.on_cpu())

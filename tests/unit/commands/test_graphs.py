@@ -7,9 +7,10 @@ import re
 import pytest
 from builders.paths import ROOT
 
+from spec_plugin.api.errors import SpecConfigError
 from spec_plugin.commands import doctor, graphs
 from spec_plugin.commands.graphs import NEVER_RUN, graphs_of
-from spec_plugin.plan.model_runner import Runner
+from spec_plugin.plan.model_runner import METHODS, Cluster, Runner
 
 V1, V2 = Runner(False, "a test"), Runner(True, "a test")
 
@@ -29,15 +30,30 @@ def test_the_list_of_what_never_ran_on_a_gpu_is_where_it_is_said_to_be() -> None
         (Runner(True, "V2 lacks it", refused=True), "cuda", "none: vLLM will refuse to start"),
     ],
 )
-def test_the_graphs_follow_runner_and_device(
-    runner: Runner, device: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for every_k in (True, False):
-        monkeypatch.setattr(graphs, "v2_takes_every_k", lambda every_k=every_k: every_k)
-        found = graphs_of(runner, device)
+def test_the_graphs_follow_runner_and_device(runner: Runner, device: str, said: str) -> None:
+    for every_k, vllm in ((True, "0.26"), (False, "0.24.1")):
+        found = graphs_of(runner, Cluster("H100" if device == "cuda" else "cpu", vllm))
         assert found.startswith(said)
         # not where vLLM would take V1 for another reason
         assert (graphs.SLOWER_PLAIN in found) == (said.startswith("piecewise") and not every_k)
+
+
+def test_a_cluster_is_judged_by_its_own_card_and_release_not_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a laptop with vLLM's CPU build, once: no CUDA graphs, and nothing that never ran on a GPU."""
+    monkeypatch.setattr("spec_plugin.plan.model_runner.device_type", lambda: "cpu")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # of this machine
+    for vllm, on_v2 in (
+        ("0.24.1", set()),
+        ("0.26", {"eagle3", "mtp", "frozen: EAGLE-1 and EAGLE-3", "frozen: DFlash"}),
+    ):
+        cluster = Cluster("H100", vllm)
+        assert {name for name, settings in METHODS.items() if cluster.runner_of(settings).v2} == on_v2
+    assert (
+        Cluster("H100", "0.24").runner_of(METHODS["eagle3"]).words == "V1: V2 0.24 lacks a k that changes while it runs"
+    )
+    assert (Cluster().device_type, Cluster("H100").device_type, Cluster("cpu").device_type) == ("cpu", "cuda", "cpu")
+    with pytest.raises(SpecConfigError, match=r"--vllm newest: give a release, such as 0\.26"):
+        Cluster("H100", "newest")
 
 
 def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def right(tmp_path_factory, warm_run):
     folder = tmp_path_factory.mktemp("right")
     (folder / "test_of_somebody_else.py").write_text("def test_never():\n    assert False\n")
     done = kit(
-        warm_run, folder, "builders.fake_driver:Driver", "--badge", "b.md", "--junitxml", "j.xml", "--keep", "kept"
+        warm_run, folder, "builders.fake_driver:Driver", "--kit-badge", "b.md", "--junitxml", "j.xml", "--kit-keep", "kept"
     )
     return done, folder
 
@@ -74,7 +74,7 @@ def test_the_badge_counts_and_lists(right):
 
 
 def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
-    done = kit(warm_run, tmp_path, "builders.fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--badge", "b.md")
+    done = kit(warm_run, tmp_path, "builders.fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--kit-badge", "b.md")
     assert done.returncode == 1
     assert "1 failed, 32 deselected" in done.stdout
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
@@ -87,7 +87,7 @@ def test_what_fails_for_anothers_sake_is_known_and_once_it_passes_that_is_said(t
         "builders.fake_driver:Excused",
         "-k",
         "policy_is_bitwise_equal or off_is_off",
-        "--badge",
+        "--kit-badge",
         "b.md",
     )
     badge = (tmp_path / "b.md").read_text()
@@ -99,7 +99,7 @@ def test_what_fails_for_anothers_sake_is_known_and_once_it_passes_that_is_said(t
 
 
 def test_what_is_known_of_one_shape_is_not_known_of_another(tmp_path, warm_run):
-    checks = ("-k", "policy_is_bitwise_equal or off_is_off", "--shape", "elsewhere", "--badge", "b.md")
+    checks = ("-k", "policy_is_bitwise_equal or off_is_off", "--kit-shape", "elsewhere", "--kit-badge", "b.md")
     done = kit(warm_run, tmp_path, "builders.fake_driver:Excused", *checks)
     badge = (tmp_path / "b.md").read_text()
     assert done.returncode == 0, done.stdout
@@ -107,7 +107,7 @@ def test_what_is_known_of_one_shape_is_not_known_of_another(tmp_path, warm_run):
 
 
 def test_a_trainer_that_orders_recorded_rollouts_in_another_way_is_compared_on_recorded_ones(tmp_path, warm_run):
-    done = kit(warm_run, tmp_path, "builders.fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--keep", "kept")
+    done = kit(warm_run, tmp_path, "builders.fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--kit-keep", "kept")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "kept" / "driver" / "launched").read_text().split() == ["main", "off", "on"]
 

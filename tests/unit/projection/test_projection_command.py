@@ -19,14 +19,14 @@ from spec_plugin.policy.break_even.controller import BreakEvenController
 ASKED = ["project", "--model", "Qwen3-8B", "--card", "H100", "--gpus", "8", "--batch", "128", "--mean", "1500"]
 
 
-def run(*options: str) -> tuple[int, str]:
+def run_command(*options: str) -> tuple[int, str]:
     result = CliRunner().invoke(main, [*ASKED, *options])
     return result.exit_code, result.output
 
 
 def test_it_prints_a_line_for_each_k_with_ranges_and_what_it_rests_on() -> None:
     began = time.monotonic()
-    code, text = run("--acceptance", "3=2.8", "--k", "3", "--k", "5")
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--k", "5")
     assert code == 0, text
     assert time.monotonic() - began < 10
     assert "plain" in text and "by batch size" in text
@@ -35,7 +35,7 @@ def test_it_prints_a_line_for_each_k_with_ranges_and_what_it_rests_on() -> None:
 
 
 def test_numbers_for_programs_are_json() -> None:
-    code, text = run("--acceptance", "3=2.8", "--k", "3", "--json")
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--json")
     assert code == 0
     found = json.loads(text)
     assert [row["k"] for row in found["rows"]] == ["plain", 3, "by batch size"]
@@ -55,7 +55,7 @@ def test_numbers_for_programs_are_json() -> None:
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    code, text = run("--acceptance", "3=2.8", "--k", "3", "--out", str(tmp_path / "p.png"))
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--out", str(tmp_path / "p.png"))
     assert code == 0, text
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
@@ -72,7 +72,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
         (["--lengths", "50=ten"], "give PERCENTILE=TOKENS"),
         (["--lengths", "/nowhere"], "a JSON list of tokens"),
         (["--mean", "90000"], "between 1 and the longest"),
-        (["--from", "/nowhere"], "give a folder with metrics.jsonl"),
+        (["--from", "/nowhere"], "--from /nowhere: there is no such file or folder"),
         (["--calibration", "/nowhere"], "a JSON list of objects"),
         (["--model", "Llama-3.1-405B"], "do not fit"),
         (["--draft-share", "2"], "from 0 to 1"),
@@ -94,14 +94,14 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused_in_one_sentence(options: list[str], word: str) -> None:
     given = options if "--acceptance" in options else ["--acceptance", "3=2.8", *options]
-    code, text = run(*given)
+    code, text = run_command(*given)
     assert code == 2
     assert word in text
     assert len(text.strip().splitlines()) == 1 and text.startswith("Error: ")
 
 
 def test_without_acceptance_it_says_what_to_give() -> None:
-    code, text = run()
+    code, text = run_command()
     assert code == 2 and "give --acceptance" in text
 
 
@@ -149,7 +149,7 @@ def test_a_run_gives_acceptance_break_even_and_stages_of_its_last_half(a_run: Pa
 
 
 def test_the_table_says_what_of_a_run_it_took_and_what_not(a_run: Path) -> None:
-    code, text = run("--from", str(a_run), "--k", "3")
+    code, text = run_command("--from", str(a_run), "--k", "3")
     assert code == 0, text
     assert "measured: tokens a step (k=1: 1.80, k=2: 2.30, k=3: 2.60)" in text
     assert "not used: the times of" in text  # an 8B model on eight cards is not what took 4 s for 800 tokens
@@ -158,7 +158,7 @@ def test_the_table_says_what_of_a_run_it_took_and_what_not(a_run: Path) -> None:
 def test_a_run_of_the_deployment_that_is_asked_for_gives_its_times(a_run: Path) -> None:
     lines = (a_run / "metrics.jsonl").read_text().replace('generation_s": 4.0', 'generation_s": 0.3')
     (a_run / "metrics.jsonl").write_text(lines)
-    code, text = run("--from", str(a_run), "--k", "3")
+    code, text = run_command("--from", str(a_run), "--k", "3")
     assert code == 0, text
     assert "rollouts of 0.3 s (20 responses, k=3), to which all steps are scaled" in text
     assert "seconds of training" in text and "arXiv 2205.05198" not in text
@@ -166,10 +166,26 @@ def test_a_run_of_the_deployment_that_is_asked_for_gives_its_times(a_run: Path) 
 
 def test_a_run_without_the_flag_and_an_empty_one_are_said_to_be_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"timing_s/gen": 3}}\n')
-    with pytest.raises(SpecConfigError, match="none of 1 lines has a metric of a run with the flag"):
+    with pytest.raises(SpecConfigError, match="no step of it has a metric of a run with the flag"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(SpecConfigError, match="none of 0 lines"):
+    with pytest.raises(SpecConfigError, match="no step of a trainer is in it yet"):
+        read_run(tmp_path)
+
+
+def test_a_folder_that_report_reads_is_read_and_of_several_runs_one_is_to_be_named(tmp_path: Path) -> None:
+    """Such as of TRL's checkpoints, whose file has all steps so far."""
+    steps = [
+        {"step": s, "step_time": 9.0, "spec/acceptance_length": 2.5, "spec/acceptance_pos_0": 0.9, "spec/k_b1": 1}
+        for s in (1, 2, 3, 4)
+    ]
+    for run in ("one", "other"):
+        (tmp_path / run / "checkpoint-4").mkdir(parents=True)
+        (tmp_path / run / "checkpoint-4" / "trainer_state.json").write_text(json.dumps({"log_history": steps}))
+    assert read_run(tmp_path / "one").acceptance == pytest.approx({1: 1.9})
+    code, text = run_command("--from", str(tmp_path / "one"), "--k", "1")
+    assert code == 0 and "measured: tokens a step (k=1: 1.90)" in text, text
+    with pytest.raises(SpecConfigError, match="several runs with the flag are in it: name one of one, other"):
         read_run(tmp_path)
 
 
@@ -182,9 +198,29 @@ def test_a_calibration_is_read_and_used(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     file.write_text(json.dumps(steps))
     assert len(read_calibration(file)) == 6
-    code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(file))
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--calibration", str(file))
     assert code == 0, text
     assert "all steps of the engine" in text and "while weights are read" not in text
+
+
+def test_a_toys_calibration_is_not_taken_for_an_8b_on_an_h100(tmp_path: Path) -> None:
+    """Steps of a millisecond, where reading the weights alone takes six."""
+    steps = [
+        {"batch": b, "k": k, "paused": k == 0, "seconds": 1e-3 * (1 + 0.01 * b + 0.1 * k), "steps": 20, "context": 50.0}
+        for b in (1, 8)
+        for k in (0, 1, 3)
+    ]
+    (tmp_path / "steps.json").write_text(json.dumps(steps))
+    code, text = run_command("--acceptance", "3=2.8", "--calibration", str(tmp_path / "steps.json"))
+    assert code == 2 and "times what those of Qwen3-8B on 1 H100 take by the data sheet" in text, text
+
+
+def test_what_the_flag_costs_by_itself_is_a_line() -> None:
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3")
+    assert (
+        code == 0
+        and "with the flag each step takes 0.5 to 8 ms longer, drafting or not (V1 and piecewise graphs" in text
+    )
 
 
 def test_what_the_controller_saves_with_a_checkpoint_is_a_calibration(tmp_path: Path) -> None:
@@ -196,14 +232,14 @@ def test_what_the_controller_saves_with_a_checkpoint_is_a_calibration(tmp_path: 
     controller.spec_save(tmp_path)
     assert tuple(read_calibration(tmp_path / "calibration.json")) == steps
     assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
-    code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(tmp_path / "calibration.json"))
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--calibration", str(tmp_path / "calibration.json"))
     assert code == 0 and "all steps of the engine" in text, text
 
 
 def test_a_calibration_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     steps = [{"batch": 1, "k": 0, "paused": True, "seconds": 0.01, "steps": 20, "context": 50.0}]
     (tmp_path / "steps.json").write_text(json.dumps(steps))
-    code, text = run("--acceptance", "3=2.8", "--calibration", str(tmp_path / "steps.json"))
+    code, text = run_command("--acceptance", "3=2.8", "--calibration", str(tmp_path / "steps.json"))
     assert code == 2 and "no speculating step was timed" in text
 
 
@@ -231,14 +267,14 @@ def test_lengths_come_from_a_file_whatever_its_path_is(tmp_path: Path) -> None:
     file = tmp_path / "lr=1e-6" / "lengths.json"
     file.parent.mkdir()
     file.write_text(json.dumps([1200, 1300, 1500]))
-    code, text = run("--acceptance", "3=2.8", "--k", "3", "--lengths", str(file))
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--lengths", str(file))
     assert code == 0, text
-    assert run("--acceptance", "3=2.8", "--lengths", "half=100")[1].count("give PERCENTILE=TOKENS") == 1
+    assert run_command("--acceptance", "3=2.8", "--lengths", "half=100")[1].count("give PERCENTILE=TOKENS") == 1
 
 
 def test_a_calibration_that_says_a_paused_draft_drafted_is_read_as_drafts(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     rows = [{"batch": 1, "k": k, "paused": True, "seconds": s, "steps": 5} for k, s in ((0, 0.01), (3, 0.02))]
     file.write_text(json.dumps(rows))
-    code, text = run("--acceptance", "3=2.8", "--k", "3", "--calibration", str(file))
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--calibration", str(file))
     assert code == 0, text

@@ -496,3 +496,23 @@ def test_help_teaches_the_flag_and_make_lists_its_targets(
     assert verl.PLUGIN_FLAG in text and openrlhf.PLUGIN_FLAG in text and "--plain" in text
     targets = subprocess.run(["make", "-s", "-C", str(ROOT), "help"], text=True, capture_output=True, check=True).stdout
     assert {"quickstart", "test", "lint"} <= set(targets.split())
+
+
+def test_what_the_plugin_says_before_the_first_step_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start of actor and engines takes more than a minute, of which nothing was to be seen."""
+    from threading import Event
+
+    from rich.progress import Progress
+
+    from examples.quickstart import run
+
+    log, progress, started = tmp_path / "log", Progress(disable=True), Event()
+    log.write_text("noise\nINFO 12:00 spec-plugin: the self-test begins\nWARNING spec-plugin: no progress\n")
+    task = progress.add_task("GRPO", now="starting")
+    waits = iter([False, False, True])
+    started.wait = lambda timeout=None: next(waits)  # type: ignore[assignment,method-assign]
+    run.tell_start(log, started, progress, task)
+    assert progress.tasks[0].fields["now"] == "the self-test begins"
+    assert capsys.readouterr().out.count("the self-test begins") == 1

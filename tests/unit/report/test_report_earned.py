@@ -7,6 +7,7 @@ import json
 import pytest
 from builders.report import made
 
+from spec_plugin.api.speculation import Reason, Speculation
 from spec_plugin.commands.report.build import Report, to_json, to_text
 from spec_plugin.commands.report.findings import findings_of
 from spec_plugin.commands.report.run import Earned, LoggedRun, duration
@@ -79,3 +80,45 @@ def test_a_run_that_did_not_log_it_has_no_such_line():
 )
 def test_times_for_people(seconds, text):
     assert duration(seconds) == text
+
+
+def test_the_self_test_is_named_as_what_nearly_all_of_the_cost_was() -> None:
+    """Once it was "self-tests and the rest", last of four."""
+    run = made(
+        9,
+        step_s=5.0,
+        spec_cost_so_far_s=lambda s: 60.0 + 0.2 * s + (3.0 if s >= 4 else 0.0),
+        spec_train_ms=lambda s: 100.0 + s,
+    )
+    assert run.self_tests.keys() == {1, 4} and run.self_tests[1] == pytest.approx(60.1, abs=0.05)
+    (found,) = [f for f in findings_of(run) if "own work took" in f.text]
+    assert ": self-tests (steps 1, 4) 1 min 3 s, draft training 0.9 s, the rest" in found.text
+
+
+def test_steps_without_drafts_behind_a_resume_are_named_with_the_reason() -> None:
+    cost = [60.0, 61.0, 62.0, 63.0, 40.0, 41.0, 42.0]
+    length = [1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 2.5]
+    state = [
+        Speculation.UNTRIED,
+        *[Speculation.SERVING] * 3,
+        Speculation.UNTRIED,
+        Speculation.UNTRIED,
+        Speculation.SERVING,
+    ]
+    steps = {
+        i: {
+            "spec/cost_so_far_s": c,
+            "spec/acceptance_length": a,
+            "spec/state": float(s),
+            "spec/reason": float(Reason.NO_DRAFT_YET),
+        }
+        for i, (c, a, s) in enumerate(zip(cost, length, state, strict=True), 1)
+    }
+    run = LoggedRun("run", "verl", steps)
+    assert run.resumed == (5,)
+    (found,) = [f for f in findings_of(run) if "resumed" in f.text]
+    assert (
+        found.text == f"the run was resumed at step 5, and did not draft at steps 5, 6: {Reason.NO_DRAFT_YET.meaning}"
+    )
+    drafting = LoggedRun("run", "verl", {i: {**step, "spec/acceptance_length": 2.0} for i, step in steps.items()})
+    assert not [f for f in findings_of(drafting) if "resumed" in f.text]

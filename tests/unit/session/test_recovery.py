@@ -81,6 +81,19 @@ def test_a_self_test_that_only_ran_out_of_time_is():
     assert "drafts" in steps[1] and run.engines.seconds == [30.0, 60.0], "a plain rollout, then twice the time"
 
 
+def test_a_self_test_says_when_it_begins_and_what_is_unproven_with_the_option(caplog):
+    """Once: silence for its 84 seconds, and a warning that named no option."""
+    caplog.set_level(logging.INFO, logger="spec_plugin")
+    run = Run(self_test_seconds=40)
+    run.engines.report = SelfTestReport((Check("samples", True, "unproven: too few", unproven=True),), 1.0)
+    run.step()
+    said = [r.getMessage() for r in caplog.records if "self-test" in r.getMessage()]
+    assert "the self-test begins, no rollout until it ends: 40 s (spec.self_test_seconds)" in said[0]
+    assert "the self-test passed in 1.0 s" in said[1]
+    assert "samples is unproven: too few. More seconds may prove it (spec.self_test_seconds=40)" in said[2]
+    assert not any("a trained draft is about to be served" in line for line in said), "one block, of one test"
+
+
 def test_a_machine_on_which_every_self_test_runs_out_of_time_is_not_asked_again_and_again():
     run = Run(on_self_test_failure="plain")
     run.engines.report = SelfTestReport((Check("greedy", False, "late", out_of_time=True),), 1.0)

@@ -8,7 +8,7 @@ import pytest
 from spec_plugin_conformance.tiny import byte_tokenizer
 
 from spec_plugin.api.errors import SpecConfigError
-from spec_plugin.commands.train import PretrainSettings, pretrain
+from spec_plugin.commands.train import PretrainSettings, pretrain, run
 from spec_plugin.commands.train.texts import read_prompts, read_rollouts
 from spec_plugin.engine.vllm.offline import lines_of
 
@@ -112,4 +112,29 @@ def test_wrong_settings_are_refused_before_anything_is_begun(tmp_path):
     ):
         with pytest.raises(SpecConfigError, match=said):
             pretrain(settings, show=False)
+    assert not (tmp_path / "out.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (
+            100_000,
+            r"its weights take 0\.1 GB, and a GPU has 0\.0 GB, of which 85% may be theirs: .* let the run train its draft",
+        ),
+        (0, r"its weights take 0\.2 GB, and this machine has 0\.1 GB, of which 90% may be theirs"),
+    ],
+)
+def test_a_policy_that_one_device_cannot_hold_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, said: str
+) -> None:
+    """Once it ended in a traceback of torch's, out of memory."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "torch_dtype": "bfloat16"}))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(100_000_000)
+    monkeypatch.setattr(run, "_card_memory", lambda: memory)
+    monkeypatch.setattr(run.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 100_000_000}.__getitem__)
+    settings = PretrainSettings(tmp_path, tmp_path / "out", prompts=tmp_path / "prompts.jsonl")
+    with pytest.raises(SpecConfigError, match=said):
+        pretrain(settings, show=False)
     assert not (tmp_path / "out.work").exists()

@@ -50,7 +50,10 @@ def test_options_of_the_script_take_the_place_of_those_of_the_variable(monkeypat
     found = flag.options()
     assert (found.k, found.train_share, list(found.block)) == (3, 0.3, ["pace", "metrics"])
     assert found.draft == "a folder/x"
-    assert not flag.choose(SpecArguments(spec=False))
+    for off in (False, "off", "false", "False", "0", "no"):
+        assert not flag.choose(SpecArguments(spec=off)), off
+    with pytest.raises(SpecConfigError, match="spec='maybe': expected on or off"):
+        flag.choose(SpecArguments(spec="maybe"))
     with pytest.raises(SpecConfigError, match="k='99'"):
         flag.choose(given={"k": 99})
     with pytest.raises(SpecConfigError, match="unknown option"):

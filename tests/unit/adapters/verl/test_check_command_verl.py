@@ -181,7 +181,10 @@ def test_all_objections_are_reported_at_once() -> None:
     [
         ("actor_rollout_ref.actor.nonsense=3", "Could not override 'actor_rollout_ref.actor.nonsense'"),
         (f"+{MODEL}lora.merge=True", "already at 'actor_rollout_ref.model.lora.merge'"),
-        (f"{SPEC[1:]}k=5", f"To append to your config use {SPEC}k=5"),  # the + before an option of ours is forgotten
+        (f"{SPEC[1:]}k=5", f"write {SPEC}k=…"),  # the + before an option of ours is forgotten
+        ("spec.k=5", f"write {SPEC}k=…"),
+        (f"{ROLLOUT}temprature=1", f"did you mean {ROLLOUT}temperature?"),
+        ("unlike.anything=1", "To append to your config use +unlike.anything=1"),
         ("--spec.k=5", "unrecognized arguments: --spec.k=5"),
         ("--config-name", "expected one argument"),
     ],
@@ -385,7 +388,7 @@ def test_a_pruned_vocabulary_that_the_engine_would_not_load(
     monkeypatch: pytest.MonkeyPatch, load_format: str, accepted: bool
 ) -> None:
     """verl's own load_format is dummy, and the installed vLLM's V2 runner loads drafts like that, too."""
-    monkeypatch.setattr("spec_plugin.commands.forecast.device_type", lambda: "cuda")
+    monkeypatch.setattr("spec_plugin.plan.model_runner.device_type", lambda: "cuda")
     found = judge_run(
         "verl", [PATH, VLLM, f"{SPEC}draft_vocab_size=1024", f"{ROLLOUT}load_format={load_format}"], a_qwen3
     )
