@@ -304,7 +304,7 @@ def _line(finding: Diagnosis) -> Text:
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="As the Markdown table in docs/reference.md.")
+@click.option("--markdown", is_flag=True, help="As the Markdown table in docs/reference/options.md.")
 def options(markdown: bool) -> None:
     """Every option with its default, bounds and meaning."""
     if markdown:

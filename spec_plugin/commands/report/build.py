@@ -110,7 +110,7 @@ def _caveats(run: LoggedRun, base: LoggedRun) -> Iterator[str]:
 
 
 def to_json(report: Report) -> str:
-    """For programs, with finite numbers only. docs/reference.md says what the keys are."""
+    """For programs, with finite numbers only. docs/reference/metrics.md says what the keys are."""
     runs = []
     for run in report.runs:
         found = asdict(run) | {"plugin": run.has_plugin, "earned": None}

@@ -12,7 +12,7 @@ from spec_plugin.plan.sources import source_of
 
 #: no run comes to this step; a number beyond it is a time, or no step at all
 MOST_STEPS = 1_000_000
-#: the report's own names for what every trainer measures, means of a step; docs/reference.md says what they are
+#: the report's own names for what every trainer measures, means of a step; docs/reference/metrics.md says what they are
 _TIMES = Literal["step_s", "generation_s", "ms_per_token"]
 Name = _TIMES | Literal["reward", "response_tokens", "samples", "staleness", "lr", "entropy", "grad_norm"]
 
