@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from draft_training.checkpoint import replacing_folder, write_json, write_tensor
 from draft_training.config import DraftConfig
 from draft_training.eagle3 import Eagle3Kind
 from draft_training.errors import DraftConfigError
+from draft_training.files import weight_files
+from draft_training.weights import read_tensors
 
 #: of ``DraftConfig.to_hf`` what describes the draft and not its one decoder layer; speculators keeps the two apart
 _OF_THE_DRAFT = (
@@ -94,7 +97,43 @@ def for_speculators(config: DraftConfig, verifier: Verifier, k: int) -> dict[str
     }
 
 
-def write_export(path: str | Path, config: DraftConfig, hf: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def target_head(folder: Path, config: DraftConfig) -> Tensor:
+    """The target's LM head, [V, H] as it is stored: its own, or its embedding where it has none.
+
+    speculators takes the head of a draft from the draft's own file and has random numbers where that lacks it, so that a draft
+    with the whole vocabulary needs it there (0.9.0; the embedding it takes from the target).
+
+    Args:
+        folder: of the target's weights.
+        config: the draft's, which says how large the head is.
+
+    Raises:
+        DraftConfigError: if there is no such tensor.
+        CheckpointError: if a file is torn.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    for ending in ("lm_head.weight", "embed_tokens.weight"):
+        for file in weight_files(folder):
+            found = read_tensors(file, partial(_ends_with, ending))
+            if heads := [tensor for _, tensor in sorted(found.items()) if tuple(tensor.shape) == shape]:
+                return heads[0]
+    raise DraftConfigError(
+        f"{folder} holds no LM head or embedding of {list(shape)} in *.safetensors, which a speculators draft with the whole "
+        "vocabulary needs: give the folder of the target's weights"
+    )
+
+
+def _ends_with(ending: str, name: str) -> bool:
+    return name.endswith(ending)
+
+
+def write_export(
+    path: str | Path,
+    config: DraftConfig,
+    hf: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    head: Tensor | None = None,
+) -> None:
     """Write config.json and model.safetensors into a new folder, all or nothing.
 
     Args:
@@ -102,6 +141,7 @@ def write_export(path: str | Path, config: DraftConfig, hf: Mapping[str, Any], t
         config: the draft's, which the tensors must match.
         hf: its config.json, of one of the functions above.
         tensors: as ``load_draft`` returns them.
+        head: [V, H] the target's LM head, to lie beside them; see ``target_head``.
 
     Raises:
         DraftConfigError: if names or shapes of the tensors do not match.
@@ -109,8 +149,9 @@ def write_export(path: str | Path, config: DraftConfig, hf: Mapping[str, Any], t
     Eagle3Kind(config).check(tensors)
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     layer = "layers.0." if "speculators_model_type" in hf else "midlayer."
+    written = {name.replace("midlayer.", layer, 1): tensor for name, tensor in tensors.items()}
+    if head is not None:
+        written["lm_head.weight"] = head.to(dtype)
     with replacing_folder(path) as folder:
         write_json(folder / "config.json", {**hf, "torch_dtype": str(dtype).removeprefix("torch.")})
-        write_tensors(
-            folder / "model.safetensors", {name.replace("midlayer.", layer, 1): t for name, t in tensors.items()}
-        )
+        write_tensors(folder / "model.safetensors", written)

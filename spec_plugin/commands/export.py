@@ -27,8 +27,8 @@ differs is how the three name layers and tensors:
   vllm         {"method": "eagle3", "model": OUT}; also spec.draft=OUT of a run
   sglang       --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT; auxiliary layers by their output, and the
                target's head unless the vocabulary is pruned (checked with 0.5.23)
-  speculators  SpeculatorModel.from_pretrained(OUT), to train it further, or "vllm serve OUT"; it names its target, so that
-               --target is needed (checked with 0.9.0)
+  speculators  SpeculatorModel.from_pretrained(OUT), to train it further, or "vllm serve OUT"; it names its target and, unless
+               the vocabulary is pruned, holds the target's head, so that --target is needed (checked with 0.9.0)
 
 \b
 Examples:
@@ -62,7 +62,7 @@ def export(draft: Path, layout: str, out: Path, target: str | None, k: int) -> N
         raise Refused(f"--out {out} exists: name a folder that does not, or remove it")
     if layout == "speculators" and target is None:
         raise Refused(
-            "--to speculators needs --target, the policy's folder or name: speculators loads embedding and head from there"
+            "--to speculators needs --target, the policy's folder or name: such a draft names it and takes its embedding"
         )
     with _refused():
         config = _export(draft, layout, out, _target(target), k)
@@ -73,7 +73,7 @@ def export(draft: Path, layout: str, out: Path, target: str | None, k: int) -> N
 
 def _export(draft: Path, layout: str, out: Path, target: Model, k: int) -> DraftConfig:
     from draft_training import load_draft, validate_draft
-    from draft_training.exports import Verifier, for_sglang, for_speculators, for_vllm, write_export
+    from draft_training.exports import Verifier, for_sglang, for_speculators, for_vllm, target_head, write_export
 
     _refuse_other_kinds(draft)
     config, tensors = load_draft(draft, target.config, target.source)
@@ -85,7 +85,8 @@ def _export(draft: Path, layout: str, out: Path, target: Model, k: int) -> Draft
         "sglang": lambda: for_sglang(config),
         "speculators": lambda: for_speculators(config, Verifier(target.name, [*map(str, architectures)]), k),
     }[layout]()
-    write_export(out, config, hf, tensors)
+    whole = layout == "speculators" and not config.pruned
+    write_export(out, config, hf, tensors, target_head(Path(target.source).parent, config) if whole else None)
     return config
 
 

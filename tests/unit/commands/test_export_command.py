@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from builders.bad_input import TARGET, draft_in, written
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 from draft_training import load_draft
 from spec_plugin.commands.export import export
@@ -24,7 +26,9 @@ def draft(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    return written(tmp_path / "target", TARGET)
+    folder = written(tmp_path / "target", TARGET)
+    save_file({"lm_head.weight": torch.ones(TARGET["vocab_size"], TARGET["hidden_size"])}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])
@@ -62,6 +66,7 @@ def refusals(tmp_path: Path, draft: Path, target: Path) -> dict[str, tuple[list[
     torn = draft_in(tmp_path / "torn")
     (torn / "model.safetensors").write_bytes(b"torn")
     other = written(tmp_path / "other", {**TARGET, "hidden_size": TARGET["hidden_size"] * 2})
+    bare = written(tmp_path / "bare", TARGET)
     out, new = "--out", tmp_path / "new"
     return {
         "an unknown layout": ([draft, "--to", "tensorrt", out, new], "'tensorrt' is not one of 'vllm', 'sglang'"),
@@ -71,6 +76,10 @@ def refusals(tmp_path: Path, draft: Path, target: Path) -> dict[str, tuple[list[
         "a small model": ([small, "--to", "sglang", out, new], "Qwen3ForCausalLM"),
         "torn weights": ([torn, "--to", "vllm", out, new], "model.safetensors cannot be read"),
         "a folder that exists": ([draft, "--to", "vllm", out, tmp_path / "there"], "there exists"),
+        "a target without weights": (
+            [draft, "--to", "speculators", out, new, "--target", bare],
+            "no LM head or embedding",
+        ),
         "no target": ([draft, "--to", "speculators", out, new], "needs --target"),
         "an unknown target": ([draft, "--to", "vllm", out, new, "--target", "no/such-model"], "--target no/such-model"),
         "another target": ([draft, "--to", "vllm", out, new, "--target", other], "made for another target"),
@@ -88,6 +97,7 @@ def refusals(tmp_path: Path, draft: Path, target: Path) -> dict[str, tuple[list[
         "a small model",
         "torn weights",
         "a folder that exists",
+        "a target without weights",
         "no target",
         "an unknown target",
         "another target",

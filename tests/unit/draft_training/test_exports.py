@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from builders.drafts import TINY, make_trainer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from draft_training import DraftConfig, DraftConfigError, load_draft
-from draft_training.exports import Verifier, for_sglang, for_speculators, for_vllm, write_export
+from draft_training.exports import Verifier, for_sglang, for_speculators, for_vllm, target_head, write_export
 
 QWEN = Verifier("Qwen/Qwen3-8B", ["Qwen3ForCausalLM"])
 
@@ -93,3 +93,25 @@ def test_the_dtype_of_the_numbers_is_said(tmp_path: Path, tiny: DraftConfig) -> 
     tensors = {name: t.to(torch.bfloat16) for name, t in make_trainer(tiny).engine_tensors().items()}
     write_export(tmp_path / "out", tiny, for_vllm(tiny), tensors)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("names", [("model.embed_tokens.weight", "lm_head.weight"), ("model.embed_tokens.weight",)])
+def test_the_targets_head_is_its_own_or_else_its_embedding(
+    tmp_path: Path, tiny: DraftConfig, names: tuple[str, ...]
+) -> None:
+    for number, name in enumerate(names):
+        save_file({name: torch.full((40, 16), float(number))}, tmp_path / f"model-{number}.safetensors")
+    assert target_head(tmp_path, tiny).unique().tolist() == [len(names) - 1]
+
+
+def test_a_folder_without_the_targets_head_is_refused(tmp_path: Path, tiny: DraftConfig) -> None:
+    save_file({"lm_head.weight": torch.zeros(41, 16)}, tmp_path / "model.safetensors")
+    with pytest.raises(DraftConfigError, match=r"no LM head or embedding of \[40, 16\]"):
+        target_head(tmp_path, tiny)
+
+
+def test_a_head_beside_the_draft_has_its_dtype_and_is_not_read_back(tmp_path: Path, tiny: DraftConfig) -> None:
+    tensors = {name: t.to(torch.bfloat16) for name, t in make_trainer(tiny).engine_tensors().items()}
+    write_export(tmp_path / "out", tiny, for_speculators(tiny, QWEN, 5), tensors, torch.ones(40, 16))
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    assert load_draft(tmp_path / "out")[1].keys() == tensors.keys()

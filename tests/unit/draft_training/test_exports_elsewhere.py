@@ -10,7 +10,7 @@ import torch
 from builders.drafts import TINY
 
 from draft_training import DraftConfig, Eagle3Draft
-from draft_training.exports import Verifier, for_speculators, write_export
+from draft_training.exports import Verifier, for_speculators, target_head, write_export
 from draft_training.layers import initialise
 
 STEPS, TOKENS = 3, 12
@@ -47,7 +47,8 @@ def test_speculators_loads_an_export_and_drafts_the_tokens_that_we_draft(
     embed, lm_head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
     draft = make_draft(vocabulary, lm_head)
     hf = for_speculators(draft.config, Verifier(str(tmp_path / "target"), ["Qwen3ForCausalLM"]), STEPS)
-    write_export(tmp_path / "out", draft.config, hf, draft.state_dict())
+    head = None if vocabulary else target_head(tmp_path / "target", draft.config)
+    write_export(tmp_path / "out", draft.config, hf, draft.state_dict(), head)
     config = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path / "out"))
     config.transformer_layer_config._attn_implementation = "eager"  # its own one is compiled
     model = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "out"), config=config).eval()
@@ -58,8 +59,8 @@ def test_speculators_loads_an_export_and_drafts_the_tokens_that_we_draft(
     following = torch.randint(0, TINY["vocab_size"], (TOKENS + STEPS,), generator=torch.Generator().manual_seed(5))
     rows = torch.stack([following[j : j + TOKENS] for j in range(STEPS)])
     with torch.no_grad():
-        head, ids = draft.head(lm_head)
-        ours = [(states @ head.T).argmax(-1) for states in draft.unroll(aux, rows, (TOKENS,), embed, STEPS)]
+        matrix, ids = draft.head(lm_head)
+        ours = [(states @ matrix.T).argmax(-1) for states in draft.unroll(aux, rows, (TOKENS,), embed, STEPS)]
         theirs = model(aux[None], following[None, :TOKENS], torch.zeros(1, TOKENS, dtype=torch.long), ttt_steps=STEPS)
     assert ids is None or torch.equal(torch.arange(12) + model.d2t, ids)
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
