@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders.drafts import TINY
+from builders.paths import ROOT
+from builders.sglang_loads import declared_operations
+from safetensors.torch import load_file
 
 from draft_training import DraftConfig, Eagle3Draft
-from draft_training.exports import Verifier, for_speculators, target_head, write_export
+from draft_training.exports import Verifier, for_sglang, for_speculators, target_head, write_export
 from draft_training.layers import initialise
 
 STEPS, TOKENS = 3, 12
+DECLARED = declared_operations()  # before transformers' models are imported
 
 
 def make_target(folder: Path) -> Any:
@@ -67,3 +75,35 @@ def test_speculators_loads_an_export_and_drafts_the_tokens_that_we_draft(
         seen = TOKENS - step  # beyond it its tokens are padding
         assert mine[:seen].tolist() == other[0, :seen].tolist(), step
     assert len({*ours[0].tolist()}) > 3, "a draft that says one thing always would prove nothing"
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed (checked with 0.5.23)")
+@pytest.mark.parametrize("vocabulary", [None, 12])
+def test_sglangs_own_loader_reads_layers_head_and_every_number_of_an_export(
+    tmp_path: Path, vocabulary: int | None
+) -> None:
+
+    target = make_target(tmp_path / "target")
+    draft = make_draft(vocabulary, target.lm_head.weight.detach())
+    write_export(tmp_path / "draft", draft.config, for_sglang(draft.config), draft.state_dict())
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, str(ROOT / "tests" / "builders" / "sglang_loads.py")]
+    command += [str(tmp_path / "target"), str(tmp_path / "draft"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    about = json.loads((out / "about.json").read_text())
+    assert about["captured"] == list(draft.config.aux_layers), "it counts as we do, from its own count of outputs"
+    assert about["head_of_target"] == (vocabulary is None) and about["norm_output"] is True
+    assert about["tokens"] == (draft.vocabulary().tolist() if vocabulary else None)
+    theirs, ours = load_file(out / "loaded.safetensors"), draft.state_dict()
+    part = "midlayer.self_attn.{}_proj.weight", "midlayer.mlp.{}_proj.weight"
+    stacked = {
+        "model.layers.0.self_attn.qkv_proj.weight": [part[0].format(name) for name in "qkv"],
+        "model.layers.0.mlp.gate_up_proj.weight": [part[1].format(name) for name in ("gate", "up")],
+    }
+    expected = {name: torch.cat([ours[part] for part in parts]) for name, parts in stacked.items()}
+    for name in ours.keys() - {part for parts in stacked.values() for part in parts} - {"d2t", "t2d"}:
+        expected[name if name == "lm_head.weight" else f"model.{name.replace('midlayer', 'layers.0')}"] = ours[name]
+    for name, tensor in expected.items():
+        assert torch.equal(theirs[name][: len(tensor)], tensor), name  # its head has rows of padding behind
