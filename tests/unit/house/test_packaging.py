@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tomllib
+import yaml
 from builders.paths import ROOT
 from packaging.requirements import Requirement
 
@@ -155,8 +156,15 @@ def test_an_index_is_told_who_for_whom_and_on_which_python(name: str) -> None:
     claimed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
     lowest = min(claimed, key=lambda version: int(version.partition(".")[2]))
     assert project["requires-python"] == f">={lowest}"
-    matrix = re.search(r"python: \[(.*)\]", (ROOT / ".github" / "workflows" / "checks.yml").read_text())
-    assert matrix and claimed == set(re.findall(r'"(3\.\d+)"', matrix[1])), "what is not tested is not claimed"
+    for workflow, job in (("checks", "pythons"), ("release", "install")):
+        text = (ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text()
+        matrix = yaml.safe_load(text)["jobs"][job]["strategy"]["matrix"]
+        assert claimed == set(matrix["python"]), f"{workflow}: what is not tested is not claimed"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda file: file.name)
+def test_what_a_service_reads_is_yaml(file: Path) -> None:
+    assert yaml.safe_load(file.read_text())
 
 
 @pytest.mark.parametrize("name", PROJECTS)
