@@ -220,9 +220,10 @@ def objections(rollout: Any, model: Any, config: Any = None, device: str = "cuda
         yield from wrong
         return  # the others compare them
     custom = as_builtin(getattr(rollout, "custom", None))
-    yield from misplaced(
-        {"actor_rollout_ref": {"rollout": {"custom": custom}}} if config is None else as_builtin(config)
-    )
+    tree = {"actor_rollout_ref": {"rollout": {"custom": custom}}} if config is None else as_builtin(config)
+    if isinstance(custom, Mapping) and tree.get(NAME) == custom.get(NAME):  # `+spec=on`: the one refers to the other
+        tree = {name: section for name, section in tree.items() if name != NAME}
+    yield from misplaced(tree)
     yield from _of_engine(rollout)
     yield from _refused(model, _MODEL, [("mtp.enable", _OFF, "a second drafting method (MTP)", "set it to False")])
     if lora(model) == "adapter":

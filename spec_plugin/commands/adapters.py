@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from types import ModuleType
 
 ADAPTER_GROUP = "spec_plugin_adapters"
+#: where an adapter whose import is itself the flag has its parts of commands, which must not set it
+COMMANDS_GROUP = "spec_plugin_adapter_commands"
 
 
 def installed_adapters() -> dict[str, metadata.EntryPoint]:
@@ -22,11 +23,11 @@ def module_for(entry: metadata.EntryPoint, command: str) -> str:
         command: ``check`` or ``doctor``.
 
     Returns:
-        ``<adapter>_check.<command>`` where there is such a package, as for an adapter whose import is itself the flag; else
-        ``<adapter>.<command>``.
+        The module ``command`` of the package that an entry point of the adapter's name in the group
+        ``spec_plugin_adapter_commands`` says; where there is none, of the adapter itself.
     """
-    beside = f"{entry.module}_check"
-    return f"{beside if find_spec(beside) else entry.module}.{command}"
+    (beside,) = [*metadata.entry_points(group=COMMANDS_GROUP, name=entry.name)][:1] or [entry]
+    return f"{beside.module}.{command}"
 
 
 def part_of(entry: metadata.EntryPoint, command: str) -> ModuleType | None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(out), *folders]
     subprocess.run(command, check=True, capture_output=True)
     return {wheel.name.partition("-")[0]: wheel for wheel in out.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What an index would get, built as a release is, from this tree; and the ``bin`` of the tools that did it."""
+    folder = tmp_path_factory.mktemp("built")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
+    tools = folder / "env" / "bin"
+    done = subprocess.run([str(tools / "pip"), "install", "-q", "build", "twine"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"build and twine cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    for place, _ in FOLDERS.values():
+        command = [str(tools / "python"), "-m", "build", "-q", "--outdir", str(folder / "dist"), str(ROOT / place)]
+        subprocess.run(command, check=True, capture_output=True)
+    return folder / "dist", tools
 
 
 class Installed:
@@ -83,6 +99,41 @@ def test_a_wheel_holds_all_of_its_packages_and_its_license(wheels: dict[str, Pat
         if source.suffix != ".pyc"
     }
     assert sources <= held and not any(entry.startswith(("tests", "examples")) for entry in held)
+
+
+def test_an_index_would_take_what_is_built_and_show_its_readme(built: tuple[Path, Path]) -> None:
+    dist, tools = built
+    files = sorted(str(file) for file in dist.iterdir())
+    assert len(files) == 2 * len(FOLDERS)
+    checked = subprocess.run([str(tools / "twine"), "check", "--strict", *files], capture_output=True, text=True)
+    assert checked.returncode == 0 and checked.stdout.count("PASSED") == len(files), checked.stdout
+
+
+def test_the_sources_have_tests_docs_and_license(built: tuple[Path, Path]) -> None:
+    (file,) = built[0].glob("spec_plugin-*.tar.gz")
+    with tarfile.open(file) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("LICENSE", "docs/drafts.md", "tests/wheels/test_wheels.py", "testing/pyproject.toml", "Makefile"):
+        assert name in held, name
+    assert not [name for name in held if name.startswith((".envs", ".cache", "dist", "runs"))]
+
+
+def test_a_config_group_of_verls_comes_with_the_wheel(plain: Installed) -> None:
+    model = plain.home / "qwen3.json"
+    sizes = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 8, "num_attention_heads": 2, "head_dim": 32}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    model.write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes}))
+    settings = ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "actor_rollout_ref.rollout.name=vllm", "+spec=on"]
+    command = ("spec-plugin", "check", "verl", "--json", "--model-config", str(model), "--", *settings, "+spec.k=5")
+    checked = plain.run(*command)
+    assert "up to 5 tokens" in checked.stdout and "misspelt" not in checked.stdout, checked.stdout + checked.stderr
+    unknown = plain.run(*command, "+spec.kk=5")
+    assert unknown.returncode == 1 and "did you mean" in unknown.stdout
+
+
+def test_export_is_a_command_and_refuses_what_is_no_draft(plain: Installed) -> None:
+    refused = plain.run("spec-plugin", "export", "nowhere", "--to", "sglang", "--out", "out")
+    assert refused.returncode == 2 and "nowhere does not exist" in refused.stderr and not (plain.home / "out").exists()
 
 
 def test_what_is_imported_is_the_wheels(whole: Installed) -> None:

@@ -53,7 +53,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[Adapt
     module.DOCTOR = theirs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "their_adapter", package)
     monkeypatch.setitem(sys.modules, "their_adapter.doctor", module)
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "installed_adapters", lambda: {"theirs": entry("theirs", "their_adapter")})
     yield theirs
 
@@ -75,9 +74,23 @@ def test_each_adapter_says_its_part_and_that_imports_no_trainer(trainer: str) ->
     assert not {*OURS, "vllm", "spec_plugin_verl", "ray"} & (set(sys.modules) - before)
 
 
-def test_the_part_beside_an_adapter_is_preferred_to_one_in_it() -> None:
+def test_a_part_is_where_an_entry_point_says_and_else_in_the_adapter() -> None:
     assert adapters.module_for(entry("verl"), "doctor") == "spec_plugin_verl_check.doctor"
     assert adapters.module_for(entry("openrlhf"), "check") == "spec_plugin_openrlhf.check"
+
+
+def test_a_package_with_the_adapters_name_and_an_ending_is_nothing_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_check").mkdir()
+    (tmp_path / "mine_check" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert adapters.module_for(entry("mine", "mine"), "check") == "mine.check"
+    beside = tmp_path / "mine-1.0.dist-info"
+    beside.mkdir()
+    (beside / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (beside / "entry_points.txt").write_text(f"[{adapters.COMMANDS_GROUP}]\nmine = elsewhere.parts\n")
+    assert adapters.module_for(entry("mine", "mine"), "check") == "elsewhere.parts.check"
 
 
 def test_a_strangers_adapter_is_asked_as_ours_are(
