@@ -15,6 +15,7 @@ from draft_training.config import DraftConfig
 from draft_training.eagle3 import Eagle3Kind
 from draft_training.errors import DraftConfigError
 from draft_training.files import weight_files
+from draft_training.outside import short_repr
 from draft_training.weights import read_tensors
 
 #: of ``DraftConfig.to_hf`` what describes the draft and not its one decoder layer; speculators keeps the two apart
@@ -35,6 +36,12 @@ class Verifier:
 
     name: str  # a folder, or OWNER/NAME of the hub
     architectures: Sequence[str]  # as in its config.json
+
+
+def kind_named(hf: Mapping[str, Any]) -> str:
+    """What a draft's config.json says that it is, if that is no EAGLE-3; empty: nothing else is said."""
+    named = hf.get("speculators_model_type") or hf.get("architectures") or "eagle3"
+    return "" if "eagle3" in str(named).lower() else short_repr(named)
 
 
 def for_vllm(config: DraftConfig) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Step:
         float  # from the end of the step before to this one's, without what the run was stopped for; NaN of a first one
     )
     stopped_s: float  # what it was stopped for meanwhile
+    ended_s: float = math.nan  # since its run began, without what it was stopped for; of a first step alone
 
     @property
     def woken(self) -> bool:
@@ -80,6 +81,7 @@ class Contestant:
     _stopped_since: float | None = None
     _stopped_s: float = 0.0
     _last: float = math.nan  # when the last step ended
+    _began: float = math.nan
     _ready: list[tuple[int, StepMetrics]] = field(default_factory=list)
 
     def start(self, private: Path | None) -> None:
@@ -94,6 +96,7 @@ class Contestant:
             self.records.file.replace(self.records.file.with_suffix(f".before-{len(self.steps)}"))
         self._position = 0
         inside = [] if private is None else _own_tmp(private)
+        self._began = time.monotonic()
         # unshare ignores SIGTERM; the kernel ends the namespace with it
         by = signal.SIGKILL if inside else signal.SIGTERM
         with launch.log_file.open("a" if self.steps else "w") as log:
@@ -170,7 +173,8 @@ class Contestant:
                 )
             time.sleep(0 if self._ready else LOOK_S)
         now = time.monotonic()
-        step = Step(*self._ready.pop(0), now - self._last - self._stopped_s, self._stopped_s)
+        ended = math.nan if self.steps else now - self._began
+        step = Step(*self._ready.pop(0), now - self._last - self._stopped_s, self._stopped_s, ended)
         self._stopped_s, self._last = 0.0, now
         return step
 

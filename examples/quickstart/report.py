@@ -59,6 +59,7 @@ SPEC_METRICS = {  # the report's name -> the plugin's; in the JSON file, some in
     "draft_train_steps": "spec/train_steps",
     "speedup_realised": "spec/speedup_realised",
     "failed": "spec/failed",
+    "cost_s": "spec/cost_s",
 }
 OWN_METRICS = ("reward", "response_tokens", "generation_s", "step_s", "entropy", "grad_norm")  # the trainer's
 
@@ -115,6 +116,32 @@ def summary(records: Sequence[Record], window: int = 5) -> dict[str, tuple[float
         name: tuple(mean(series(part, name)[1]) for part in (records[:window], records[-window:]))  # type: ignore[misc]
         for name in names
     }
+
+
+#: parts of a run, in the order of the bar, and how each is drawn
+PARTS = {"start-up": "·", "generation": "█", "the trainer's own work": "▒", "draft work and self-tests": "░"}
+_WIDE = 60  # characters of the longest bar
+
+
+def parts(records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+    """Where a run's seconds went, by the names of ``PARTS``: draft work is told apart in whatever part of a step it is done.
+
+    Args:
+        records: of its steps.
+        seconds: in all, start-up included.
+    """
+    steps, generation, drafts = (
+        sum(row[name] or 0.0 for row in records) for name in ("step_s", "generation_s", "cost_s")
+    )
+    found = (max(0.0, seconds - steps), generation, max(0.0, steps - generation - drafts), drafts)
+    return dict(zip(PARTS, found, strict=True))
+
+
+def bar(kind: str, seconds: Mapping[str, float], longest: float) -> str:
+    """One stacked bar in two lines: ``seconds`` of each of ``PARTS``, to the scale at which ``longest`` fills the line."""
+    drawn = "".join(sign * round(_WIDE * seconds[name] / longest) for name, sign in PARTS.items())
+    words = ", ".join(f"{sign} {name} {seconds[name]:.0f} s" for name, sign in PARTS.items())
+    return f"{kind:>12} {drawn} {sum(seconds.values()):.0f} s\n{'':>12} {words}"
 
 
 def write_json(records: Sequence[Record], settings: Mapping[str, Any], file: Path) -> None:

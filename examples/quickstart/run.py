@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -65,7 +67,8 @@ console = Console(width=None if sys.stdout.isatty() else 110)
     help=f"Different sums that the run goes through again and again. With {PROMPTS_PER_STEP} each step has the same ones, and "
     "the reward rises in a few steps; with 1024 in some 60.",
 )
-@click.option("--plain", is_flag=True, help="The same run without the plugin, for comparison.")
+@click.option("--plain", is_flag=True, help="The same run without the plugin, in a folder of its own.")
+@click.option("--compare", is_flag=True, help="Both, in turns of three steps: while one works the other is stopped.")
 @click.option(
     "--policy",
     "family",
@@ -76,7 +79,9 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 )
 @click.option("--fresh", is_flag=True, help="Teach the policy again instead of taking it from the cache.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: runs/quickstart/TRAINER]"
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder of the results.  [default: runs/quickstart/TRAINER, TRAINER-plain or TRAINER-compare]",
 )
 @click.option("--cache", default=ROOT / ".cache" / "quickstart", type=click.Path(path_type=Path), hidden=True)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
@@ -85,6 +90,7 @@ def main(
     steps: int,
     prompts: int,
     plain: bool,
+    compare: bool,
     family: str,
     fresh: bool,
     out: Path | None,
@@ -94,12 +100,18 @@ def main(
     """Build policy and data, run the trainer, report."""
     begin = time.monotonic()
     trainer, settings = TRAINERS[name], replace(QUICKSTART, family=family)
-    out = (out or Path("runs/quickstart") / name).absolute()
+    folder = Path("runs/quickstart") / f"{name}{'-compare' if compare else '-plain' if plain else ''}"
+    out = (out or folder).absolute()
     disable_progress_bar()
     if fresh:
         shutil.rmtree(cache, ignore_errors=True)
     data = cache / f"data-{settings.digest}-{prompts}"
-    run = trainer.run(Start(policy_folder(cache, settings), data, settings, out, steps, plain, overrides, prompts))
+    start = Start(policy_folder(cache, settings), data, settings, out, steps, plain, overrides, prompts)
+    if compare:
+        cached_policy(cache, settings)
+        both_in_turns(trainer, start)
+        return
+    run = trainer.run(start)
     launch = run.launch()
     if launch.interpreter is not None:
         launch.interpreter.executable(launch.env)  # the trainer's imports, while the policy is taught
@@ -109,13 +121,43 @@ def main(
         f"{'plain run, without the plugin' if plain else trainer.flag}\nall output of {trainer.name}: {log}",
         highlight=False,
     )
+    began = time.monotonic()
     try:
         records = watch(run, trainer, log)
     except RunFailed as error:
         console.print("[red]the run failed[/red]: ", end="")
         console.print(f"{error}\nthe whole log: {log}", highlight=False, markup=False)
         sys.exit(1)
-    conclude(run, trainer, records, time.monotonic() - begin)
+    ended = time.monotonic()
+    conclude(run, trainer, records, ended - begin, report.parts(records, ended - began))
+
+
+def both_in_turns(trainer: Trainer, start: Start) -> None:
+    """With the flag and without, side by side."""
+    from examples.quickstart import side_by_side
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    runs = {}
+    for kind in side_by_side.KINDS:
+        plain = kind == "plain"
+        # nobody reads the plugin's options in a plain run; where they are flags a trainer would refuse them
+        ours = tuple(word for word in start.overrides if not (plain and word.startswith(("spec.", "--spec."))))
+        runs[kind] = trainer.run(replace(start, plain=plain, out=start.out / kind, overrides=ours))
+    say(f"{trainer.flag}, and the same run without it, in turns of three steps; logs in {start.out}")
+    rows = side_by_side.run_in_turns(runs, trainer, start.out, 3, say)
+    found = side_by_side.sums(rows)
+    side_by_side.tell(rows, found, say)
+    for kind, of in rows.items():
+        console.print(report.bar(kind, report.parts(of, found.whole[kind]), max(found.whole.values())))
+    picture = start.out / "report.png"
+    side_by_side.draw(
+        rows, f"spec-plugin quickstart: GRPO in {trainer.name} on a CPU, with the flag and without", picture
+    )
+    numbers = start.out / "report.json"
+    numbers.write_text(json.dumps({"sums": asdict(found), "rows": rows}, indent=1))
+    say(f"Picture: {picture}  numbers: {numbers}")
 
 
 def watch(run: Run, trainer: Trainer, log: Path) -> list[report.Record]:
@@ -170,8 +212,10 @@ def describe(row: report.Record) -> str:
     return f"reward {reward} · acceptance length {acceptance} · step {report.show(row['step_s'], '.1f')} s"
 
 
-def conclude(run: Run, trainer: Trainer, records: list[report.Record], seconds: float) -> None:
-    """Print the table and the changes, write picture and JSON."""
+def conclude(
+    run: Run, trainer: Trainer, records: list[report.Record], seconds: float, parts: Mapping[str, float]
+) -> None:
+    """Print the table, the changes and where the time went, write picture and JSON."""
     kind = "plain" if run.plain else "speculative"
     console.print(report.table(records, f"GRPO in {trainer.name} with {kind} rollouts, step by step"))
     for name, (first, last) in report.summary(records).items():
@@ -186,8 +230,18 @@ def conclude(run: Run, trainer: Trainer, records: list[report.Record], seconds: 
         "plain": run.plain,
         "overrides": run.overrides,
         "seconds": seconds,
+        "parts": parts,
     }
     report.write_json(records, settings, numbers)
+    bars = {kind: parts}
+    other = run.out.with_name(run.out.name.removesuffix("-plain") + "-plain" * (not run.plain)) / "report.json"
+    with suppress(OSError, ValueError, KeyError):  # of a run before this one, if there is one of as many steps
+        before = json.loads(other.read_text())["settings"]
+        if other.parent != run.out and (before["trainer"], before["steps"]) == (trainer.name, run.steps):
+            bars["plain" if before["plain"] else "speculative"] = before["parts"]
+    longest = max(sum(of.values()) for of in bars.values())
+    for name in sorted(bars):
+        console.print(report.bar(name, bars[name], longest))
     console.print(f"{seconds / 60:.1f} minutes in all. Picture: {picture}  numbers: {numbers}", highlight=False)
     command = Path(sys.executable).with_name("spec-plugin")
     console.print(f"More of it, as a page: {command} report {run.out}", highlight=False, soft_wrap=True)

@@ -98,16 +98,14 @@ def _refuse_other_kinds(draft: Path) -> None:
         CheckpointError: if there is no config.json that can be read.
     """
     from draft_training.checkpoint import settled_folder
+    from draft_training.exports import kind_named
     from draft_training.files import read_json
-    from draft_training.outside import short_repr
 
     file = settled_folder(draft) / "config.json"
-    hf = read_json(file)
-    named = str(hf.get("speculators_model_type") or hf.get("architectures") or "eagle3")
-    if "eagle3" not in named.lower():
+    if named := kind_named(read_json(file)):
         raise Refused(
-            f"{file} is of {short_repr(named)}: only EAGLE-3 drafts are exported; a small model that drafts is loaded by vLLM "
-            "and SGLang as it is"
+            f"{file} is of {named}: only EAGLE-3 drafts are exported; a small model that drafts is loaded by vLLM and SGLang as "
+            "it is"
         )
 
 

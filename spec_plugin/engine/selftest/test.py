@@ -40,7 +40,7 @@ from spec_plugin.engine.vllm.schedule import channel
 #: one token a step, half as many in twice as many rounds: on a slow engine the second batch size was not begun, and what drafts
 #: add to a step of four requests was taken for four times what they add to one
 TIMED_TOKENS, TIMED_ROUNDS = 17, 3
-TIMED_TOKENS_OF_NOTHING, TIMED_ROUNDS_OF_NOTHING = 9, 6
+TIMED_TOKENS_OF_NOTHING, TIMED_ROUNDS_OF_NOTHING = 10, 6
 TIMED_UNTIL = 0.9  # share of the time after which no batch begins
 #: and that there is in any case, of the seconds of the whole test, also in a part of it. With a quarter of that one of two batch
 #: sizes of a run of TRL was not timed, and eight steps drafted 3 tokens where 6 were best

@@ -38,7 +38,15 @@ def right(tmp_path_factory, warm_run):
     folder = tmp_path_factory.mktemp("right")
     (folder / "test_of_somebody_else.py").write_text("def test_never():\n    assert False\n")
     done = kit(
-        warm_run, folder, "builders.fake_driver:Driver", "--kit-badge", "b.md", "--junitxml", "j.xml", "--kit-keep", "kept"
+        warm_run,
+        folder,
+        "builders.fake_driver:Driver",
+        "--kit-badge",
+        "b.md",
+        "--junitxml",
+        "j.xml",
+        "--kit-keep",
+        "kept",
     )
     return done, folder
 
@@ -74,7 +82,9 @@ def test_the_badge_counts_and_lists(right):
 
 
 def test_a_check_that_fails_says_what_it_found(tmp_path, warm_run):
-    done = kit(warm_run, tmp_path, "builders.fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--kit-badge", "b.md")
+    done = kit(
+        warm_run, tmp_path, "builders.fake_driver:Impure", "-k", "policy_is_bitwise_equal", "--kit-badge", "b.md"
+    )
     assert done.returncode == 1
     assert "1 failed, 32 deselected" in done.stdout
     assert "`policy_is_bitwise_equal` | failed: weight differs" in (tmp_path / "b.md").read_text()
@@ -107,7 +117,9 @@ def test_what_is_known_of_one_shape_is_not_known_of_another(tmp_path, warm_run):
 
 
 def test_a_trainer_that_orders_recorded_rollouts_in_another_way_is_compared_on_recorded_ones(tmp_path, warm_run):
-    done = kit(warm_run, tmp_path, "builders.fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--kit-keep", "kept")
+    done = kit(
+        warm_run, tmp_path, "builders.fake_driver:Reordering", "-k", "policy_is_bitwise_equal", "--kit-keep", "kept"
+    )
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "kept" / "driver" / "launched").read_text().split() == ["main", "off", "on"]
 

@@ -12,7 +12,7 @@ from spec_plugin.lifecycle.registry import built_in_methods
 #: rooms of the methods themselves; the list of them; the allow-list of what vLLM may be told; and which runner serves which
 MAY_KNOW = ("methods/", "lifecycle/registry.py", "engine/lossless.py", "engine/vllm/suffix/", "plan/model_runner.py")
 #: words for people: what an option or a metric means
-FOR_PEOPLE = ("api/config.py", "api/hookspecs.py")
+FOR_PEOPLE = ("api/config.py", "api/hookspecs.py", "commands/export.py")
 
 
 #: an option of the trainer itself is called like it
