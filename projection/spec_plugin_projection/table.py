@@ -123,7 +123,7 @@ def limitations(question: Question) -> Iterator[str]:
 
 
 def to_json(question: Question, answer: Projection) -> dict[str, Any]:
-    """For programs: the rows, and what was asked. docs/reference/metrics.md says what the keys are: new ones may come, none goes."""
+    """For programs: the rows, and what was asked. docs/reference/metrics.md has the keys: new ones may come, none goes."""
     d = question.deployment
     return {
         "schema": SCHEMA,

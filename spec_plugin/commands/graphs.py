@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spec_plugin.plan.model_runner import METHODS, Cluster, Runner, runner_of
 
-#: of a vLLM that takes V1 and piecewise graphs only since k changes (examples/bench/NOTEBOOK.md): what no controller can give back
+#: of a vLLM that takes V1 and piecewise graphs only since k changes (the bench's NOTEBOOK.md): what no controller can give back
 SLOWER_PLAIN = (
     "without the flag it would be V2 with full graphs: on an H100 steps without drafts took 1.04 to 1.6 times as long with the "
     "flag (8B, batch 1 to 128), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.25 and later) may spare it"
