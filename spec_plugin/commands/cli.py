@@ -55,6 +55,7 @@ Examples:
   spec-plugin check verl -- <arguments>             would this run be accepted, and what would it do?
   spec-plugin doctor --target ~/models/Qwen3-8B     is everything here that a run needs?
   spec-plugin train --target DIR --prompts FILE --out DRAFT    a draft before the run
+  spec-plugin export DRAFT --to sglang --out FOLDER            the same draft as another engine loads it
   spec-plugin project --model Qwen3-8B --card H100 …    what would the flag do on these cards?
   spec-plugin report RUN…                           what did it do? one page of HTML
   spec-plugin options                               all options, defaults and bounds

@@ -113,7 +113,7 @@ def test_the_sources_have_tests_docs_and_license(built: tuple[Path, Path]) -> No
     (file,) = built[0].glob("spec_plugin-*.tar.gz")
     with tarfile.open(file) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("LICENSE", "docs/drafts.md", "tests/wheels/test_wheels.py", "testing/pyproject.toml", "Makefile"):
+    for name in ("LICENSE", "docs/guards.md", "tests/wheels/test_wheels.py", "testing/pyproject.toml", "Makefile"):
         assert name in held, name
     assert not [name for name in held if name.startswith((".envs", ".cache", "dist", "runs"))]
 
