@@ -158,6 +158,9 @@ def _notes(config: Any, entry: Entry) -> Iterator[str]:
     rollout, model, mode = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, entry.mode(config)
     if not rollout.calculate_log_probs:
         yield "rollout.calculate_log_probs=False: the flag asks the engine for log-probs all the same, to verify them"
+    everywhere = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES")
+    if "spec_plugin_verl" not in f"{model.external_lib} {everywhere}":
+        yield f"the flag is not among these arguments, so this command starts a plain run: judged as if {options.FLAG} were"
     if model.external_lib and "spec_plugin_verl" not in str(model.external_lib):
         yield f"model.external_lib={model.external_lib} is set: give both, [{model.external_lib},spec_plugin_verl]"
     if entry.only:

@@ -9,6 +9,10 @@ SLOWER_PLAIN = (
     "without the flag it would be V2 with full graphs: on an H100 steps without drafts took 1.04 to 1.6 times as long with the "
     "flag (8B, batch 1 to 128), which drafts have to earn, too; a vLLM whose V2 runner changes k (0.25 and later) may spare it"
 )
+#: of V2, on which k may change: what is known of it on a GPU
+UNTRIED_ON_V2 = (
+    "never run with the flag on a GPU: on an H100 the engine of vLLM 0.26 did not start, and its repair is untried"
+)
 #: CUDA graphs by whether the runner is V2
 _KINDS = {True: "full and piecewise", False: "piecewise"}
 #: what of a run nobody has tried on a GPU, by the device type of the engine
@@ -31,7 +35,7 @@ def graphs_of(runner: Runner, cluster: Cluster) -> str:
         return "none: vLLM will refuse to start"
     graphs = f"{_KINDS[runner.v2]}, where the run asks for no fewer"
     if runner.v2:
-        return graphs
+        return f"{graphs}; {UNTRIED_ON_V2}"
     more = "" if cluster.changes_k_on_v2 else f"; {SLOWER_PLAIN}"
     return f"{graphs} (vLLM's own choice on V1, since k changes while it runs){more}"
 

@@ -205,7 +205,7 @@ class BreakEvenController:
             said = in_words(chosen.table)
             if (curve := self.acceptance_curve) is not None:
                 gain = f", predicted speed-up {chosen.speedup:.2f}x" if chosen.speculates else ""
-                said += f" (acceptance length {tokens_per_step(curve, self._config.k):.2f}{gain})"
+                said += f" (acceptance length {tokens_per_step(curve, self._config.k):.2f} at k={self._config.k}{gain})"
             logger.info("spec-plugin: policy version %d: %s", policy_version, said)
         self._plan, self._table = chosen, chosen.table if chosen.speculates else self._table
         self.acceptance_estimate.serving(chosen.speculates)

@@ -261,7 +261,7 @@ def test_one_line_is_logged_when_the_choice_changes(caplog):
         c.spec_schedule(7)
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.startswith(
-        "spec-plugin: policy version 7: k=3 for batch size from 1 (acceptance length 3.00, predicted"
+        "spec-plugin: policy version 7: k=3 for batch size from 1 (acceptance length 3.00 at k=3, predicted"
     )
 
 

@@ -36,6 +36,7 @@ def test_the_graphs_follow_runner_and_device(runner: Runner, device: str, said: 
         assert found.startswith(said)
         # not where vLLM would take V1 for another reason
         assert (graphs.SLOWER_PLAIN in found) == (said.startswith("piecewise") and not every_k)
+        assert (graphs.UNTRIED_ON_V2 in found) == said.startswith("full"), "the worst that is known of it is said"
 
 
 def test_a_cluster_is_judged_by_its_own_card_and_release_not_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

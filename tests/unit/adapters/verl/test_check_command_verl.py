@@ -55,11 +55,11 @@ def test_a_default_run_is_accepted_and_told_what_it_would_do() -> None:
     assert found.accepted and not found.unseen
     assert "up to 5 tokens" in found.facts["method"] and found.facts["shape"].startswith("8 fsdp actor ranks; 4 vllm")
     assert (
-        "268M parameters" in found.facts["draft on the actor"]
-        and "1.0 GiB each of weights, of optimizer state" in found.facts["draft on the actor"]
+        "403M parameters" in found.facts["draft on the actor"]
+        and "1.5 GiB each of weights, of optimizer state" in found.facts["draft on the actor"]
     )
     assert (
-        "512 MiB" in found.facts["draft in the engine"] and "split over 2 ranks" in found.facts["draft in the engine"]
+        "768 MiB" in found.facts["draft in the engine"] and "split over 2 ranks" in found.facts["draft in the engine"]
     )
     assert {"model runner", "CUDA graphs", "never run on a GPU", "verified", "not verified"} <= set(found.facts)
 
@@ -324,6 +324,23 @@ def test_lossy_engine_options_and_truncated_sampling_in_the_loss_are_refused() -
 def test_log_probs_that_verl_does_not_ask_for_are_a_note() -> None:
     found = judge_run("verl", [PATH, VLLM, f"{ROLLOUT}calculate_log_probs=False"], a_qwen3)
     assert found.accepted and any("calculate_log_probs=False" in note for note in found.notes)
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("word", "plain"),
+    [
+        ("", True),
+        ("+spec=off", True),
+        ("+spec=on", False),
+        ("actor_rollout_ref.model.external_lib=spec_plugin_verl", False),
+        (options.EVERYWHERE, False),
+    ],
+)
+def test_a_command_without_the_flag_is_judged_as_if_it_had_it_and_called_a_plain_run(word: str, plain: bool) -> None:
+    found = judge_run("verl", [PATH, VLLM, *([word] if word else [])], a_qwen3)
+    said = [note for note in found.notes if note.startswith("the flag is not among these arguments")]
+    assert found.accepted and bool(said) == plain
 
 
 def namespace(value: Any) -> Any:
