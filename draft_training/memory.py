@@ -12,7 +12,7 @@ from draft_training.loss import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CARD
 from draft_training.model import Eagle3Draft
 
 #: vocabulary-sized temporaries of the loss that are alive at once: a chunk's own, and the teacher's of the one before
-_TEMPORARIES = 7
+_TEMPORARIES = 6
 #: norms of the draft, [H] each: AdamW keeps two numbers for each of theirs, Muon one for each of a matrix's
 _NORMS = 4
 
@@ -58,7 +58,7 @@ def training_memory(
     policy = (1 if tied or on_card else 2) * config.vocab_size * config.hidden_size * policy_bytes
     hidden = 2 * 4 * steps * tokens * config.hidden_size  # what the head sees, and its gradient
     batch = (len(config.aux_layers) + 1) * config.hidden_size * tokens * policy_bytes
-    vocabulary = 4 * min(CHUNK_ELEMENTS_ON_CARD if on_card else CHUNK_ELEMENTS, tokens * config.vocab_size)
+    vocabulary = 4 * min(CHUNK_ELEMENTS_ON_CARD if on_card else CHUNK_ELEMENTS, tokens * config.draft_vocab_size)
     step = weights + _activations(config, tokens, steps) + hidden + batch + _TEMPORARIES * vocabulary
     head = (
         4 * config.hidden_size * config.draft_vocab_size if config.pruned else 0

@@ -48,6 +48,8 @@ def runs_as_logged(path: Path, formats: Sequence[LogFormat]) -> list[LoggedRun]:
     """
     if not path.exists():
         raise ReportError(f"{path}: there is no such file or folder")
+    if not (path.is_file() or path.is_dir()):
+        raise ReportError(f"{path} is a pipe or a device: give a file or a folder")
     top = path.absolute()
     files = [top] if top.is_file() else [file for place in _PLACES for file in sorted(top.glob(place))]
     known = {file: found for file in files if file.is_file() and (found := _kind_of(file, formats))}

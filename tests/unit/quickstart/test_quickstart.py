@@ -422,7 +422,7 @@ def test_a_slow_first_step_does_not_flatten_the_time_axis() -> None:
 def test_it_ends_by_naming_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from examples.quickstart.run import conclude
 
-    conclude(verl_run(tmp_path), TRAINERS["verl"], records(), 60.0)
+    conclude(verl_run(tmp_path), TRAINERS["verl"], records(), 60.0, report.parts(records(), 50.0))
     assert capsys.readouterr().out.rstrip().endswith(f"spec-plugin report {tmp_path}")
 
 
