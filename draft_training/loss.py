@@ -177,16 +177,15 @@ class _HeadLoss(torch.autograd.Function):
         grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
         confidence = torch.zeros_like(kl)
         weight = scale.to(wide)
+        taught = valid if ids is None else valid & torch.isin(sampled, ids)
         for start in range(0, shape[1], chunk):
             at = slice(start, min(start + chunk, shape[1]))
             teacher = _Teacher(last[at], teacher_head, wide, cap)
-            known = torch.ones_like(sampled[at], dtype=torch.bool) if ids is None else torch.isin(sampled[at], ids)
             for j in range(shape[0]):
                 logits = (hidden[j, at].to(head.dtype) @ head.T).to(wide)
-                ok = valid[j, at]
+                counted = taught[j, at]
                 token = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
-                match[j, at] = (token == sampled[at]) & ok
-                counted = ok & known
+                match[j, at] = (token == sampled[at]) & valid[j, at]
                 kl[j, at] = teacher.kl(logits) * counted
                 confidence[j, at] = (-kl[j, at]).exp() * counted
                 if grad_hidden is None and grad_head is None:

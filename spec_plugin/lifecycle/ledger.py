@@ -38,9 +38,8 @@ class Ledger:
         self.overlaps = overlaps
         self._saved: float | None = None  # of the step in progress
         self._spent, self._inside = 0.0, False
-        self.plain_s = (
-            0.0  # of the step in progress: what its rollouts would have made the trainer wait for without drafts
-        )
+        #: of the step in progress: for what its rollouts would have made the trainer wait without drafts
+        self.plain_s = 0.0
         self._closed: dict[str, float] = {}  # what the last step's metrics say
         self._saved_so_far = self._spent_so_far = 0.0
         self._began: float | None = None  # the phase

@@ -159,8 +159,8 @@ MUTATIONS = (
     Mutation(
         _LOSS,
         "_HeadLoss.forward",
-        "counted = ok & known",
-        "counted = ok",
+        "valid & torch.isin(sampled, ids)",
+        "valid",
         "a pruned draft learns where its vocabulary has no answer",
         ("test_draft_loss.py",),
     ),

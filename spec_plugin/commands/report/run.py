@@ -162,13 +162,12 @@ class LoggedRun:
     def sums_so_far(self) -> tuple[Series, Series]:
         """Seconds that all steps up to each one have saved, and that they have cost; of what is not known nothing was saved.
 
-        Each process counts from its own start: where the sum of its costs falls, a run was resumed, and what was counted until
-        then is added to what follows.
+        Each process counts from its own start: where a run was resumed, what was counted until then is added to what follows.
         """
         saved, cost = dict[int, float](), dict[int, float]()
         logged, earlier, last = self.series("spec/saved_so_far_s"), (0.0, 0.0), (0.0, 0.0)
         for step, spent in self.series("spec/cost_so_far_s").items():
-            if spent < last[1]:
+            if step in self.resumed:
                 earlier = (earlier[0] + last[0], earlier[1] + last[1])
             last = (logged.get(step, 0.0), spent)
             saved[step], cost[step] = earlier[0] + last[0], earlier[1] + last[1]
