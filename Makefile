@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test conformance soak versions bench bench-card clean
+.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test conformance soak versions bench gpu-hour clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -86,8 +86,9 @@ soak: verl-env  ## 200 steps of the minimal adapter under random faults, kills a
 bench: verl-env  ## benchmarks under examples/bench, for an idle machine and a long break; ARGS="--only overheads" …
 	$(PY) examples/bench/run_all.py $(ARGS)
 
-bench-card: verl-env  ## what the flag costs and gains on one GPU, in parts; without one a rehearsal at a tiny shape; ARGS="--part start" …
-	$(PY) examples/bench/card.py $(ARGS)
+gpu-hour:  ## what the flag costs and gains on one GPU, a trainer's run in it, in parts; without a GPU a rehearsal; ARGS="--part start" …
+	@$(MAKE_ENV) trl
+	@.envs/trl/bin/python examples/bench/card.py $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
 	rm -rf .cache runs outputs site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info testing/{build,dist,*.egg-info}

@@ -1,18 +1,21 @@
-"""One GPU, seven questions: does what never ran there run, what does the flag cost and gain, how exact is it, how large."""
+"""The GPU hour: does what never ran on a card run, what does a trainer gain there, what does each step take, how exact is it."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import click
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that this file runs by path, from anywhere
@@ -21,30 +24,47 @@ from examples.bench import common  # noqa: E402
 from examples.bench.card_parts import record as records  # noqa: E402
 from examples.bench.card_parts import report  # noqa: E402
 from examples.bench.card_parts.record import Record  # noqa: E402
-from examples.bench.card_parts.setup import TINY_PARTS  # noqa: E402
+from examples.bench.card_parts.setup import TINY_PARTS, WITHOUT_MODELS  # noqa: E402
 from examples.bench.common import say  # noqa: E402
 
-#: in the order in which they are run: the most wanted number comes early
-PARTS = ("smoke", "trainer", "start", "rollouts", "tolerances", "sleep", "memory")
-#: seconds before the hard limit, after which a part begins nothing new
-MARGIN = 30.0
+#: minutes of each, in the order of what they decide: the most wanted number comes early
+PARTS = {
+    "smoke": 5.0,
+    "trl": 10.0,
+    "start": 5.0,
+    "rollouts": 8.0,
+    "head": 1.0,
+    "memory": 4.0,
+    "tolerances": 5.0,
+    "trainer": 3.0,
+    "fp8": 5.0,
+    "sleep": 5.0,
+}
+MODELS_MINUTES = 10.0  # the small ones are taught in minutes, the large ones are written in half a minute
+#: seconds before the hard limit, after which a part begins nothing new; the least that a part is begun with
+MARGIN, LEAST = 30.0, 45.0
 
-HELP = """Measure one GPU, in parts. Needs torch, transformers, vLLM and this repository; no trainer, no network.
+HELP = """Measure one GPU, in parts. Needs torch, transformers, vLLM, TRL (part trl) and this repository; no network.
 
 \b
   smoke       minutes: each thing of an engine that no GPU has run yet, once, at a tiny shape, and a table to paste
-  trainer     without vLLM: the actor's hidden states, the draft's attention and training, and what a step of it takes
+  trl         GRPO in TRL, the engine beside the trainer, answers of a thousand tokens: with the flag and a newborn draft,
+              and without, in turns; generation, whole steps, start-up
   start       runner, CUDA graphs and start-up of the engine with the flag and without; ms of a step at several batch sizes, for
               k = 0, 1, 3, 7, without the flag, with full CUDA graphs, on V1, with vLLM's own speculation (fixed k), in one pass
   rollouts    tokens per second without drafts, with each fixed k and under the controller, in turn
-  tolerances  greedy text, drafted and plain, in several batch shapes; log-probs of engine and HF; what our guards say
-  sleep       sleep, wake-up and refresh, again and again: is the draft whole, is the text the same
+  head        which share of a draft's pass its LM head takes, whole and pruned, and what drawing from it takes
   memory      the most memory at large batches, and the phases of a refresh
+  tolerances  greedy text, drafted and plain, in several batch shapes; log-probs of engine and HF; what our guards say
+  trainer     without vLLM: the actor's hidden states, the draft's attention and training, and what a step of it takes
+  fp8         an engine whose weights are FP8, with the flag
+  sleep       sleep, wake-up and refresh, again and again: is the draft whole, is the text the same
 
 \b
 Each part has a process and a time limit of its own; OUT/<part>.json is written anew after every row, so that a part that
-is ended keeps what it has. A part that fails leaves the others going. At the end OUT/card.md has tables of all parts that
-have run there, in whatever call, and OUT/card.png a picture.
+is ended keeps what it has. A part that fails leaves the others going. Called again with the same OUT, parts that are done on
+this card with these sources are left alone (--again). At the end OUT/card.md has tables of all parts that have run there, in
+whatever call, and OUT/card.png a picture. With a card for a quarter of an hour: --total 13.
 
 \b
 The model is a small trained one embedded exactly in the shape of Qwen3-8B (large.py), and so is its draft: text that a draft
@@ -59,9 +79,18 @@ Without a card, everything runs at a tiny shape: a rehearsal, whose numbers say 
 
 @click.command(help=HELP, context_settings={"max_content_width": 130, "show_default": True})
 @click.option(
-    "--part", "parts", multiple=True, type=click.Choice(PARTS), help="Run this one; may be repeated. [default: all]"
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(list(PARTS)),
+    help="Run this one; may be repeated. [default: all]",
 )
-@click.option("--minutes", default=10.0, type=click.FloatRange(min=0.01), help="Hard limit of each part.")
+@click.option("--minutes", type=click.FloatRange(min=0.01), help="Hard limit of each part. [default: 1 to 10, by part]")
+@click.option(
+    "--total", type=click.FloatRange(min=0.01), help="Minutes for all of them; what does not fit is not begun."
+)
+@click.option("--again", is_flag=True, help="Also the parts that are done.")
+@click.option("--nats", multiple=True, default=(1.0,), help="Entropy a token of the text of part trl; may be repeated.")
 @click.option("--shape", type=click.Choice(["8b", "tiny"]), help="Of the model. [default: 8b on a card, else tiny]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="[default: bfloat16 on a card, else float32]")
 @click.option("--k", default=3, type=click.IntRange(1, 7), help="Most tokens drafted, but in part start.")
@@ -81,7 +110,14 @@ Without a card, everything runs at a tiny shape: a rehearsal, whose numbers say 
 @click.option("--report", "only_report", is_flag=True, help="Only write table and picture of what OUT holds.")
 @click.option("--merge", type=click.Path(path_type=Path), help="Also write all records of OUT into this JSON.")
 def main(
-    parts: tuple[str, ...], out: Path, prepare: bool, only_report: bool, merge: Path | None, **options: Any
+    parts: tuple[str, ...],
+    out: Path,
+    prepare: bool,
+    only_report: bool,
+    merge: Path | None,
+    total: float | None,
+    again: bool,
+    **options: Any,
 ) -> None:
     """Run the parts one after the other; the exit status is 1 if one of them is not done."""
     done = True
@@ -90,10 +126,14 @@ def main(
         where = records.machine(options.pop("commit"))
         settings = settings_of(options, where)
         measured = [part for part in PARTS if not prepare and (not parts or part in parts)]
-        chosen = [part for part in measured if part in TINY_PARTS]  # before the large models are made
-        if prepare or len(chosen) < len(measured):
-            chosen += ["models", *(part for part in measured if part not in TINY_PARTS)]
-        done = run_parts(chosen, settings, where, out)
+        if not again:
+            measured = [part for part in measured if not is_done(out / f"{part}.json", settings, where)]
+        # before the large models are made
+        chosen = [part for part in measured if part in TINY_PARTS + WITHOUT_MODELS[:1]]
+        if later := [part for part in measured if part not in chosen]:
+            large = set(later) - set(WITHOUT_MODELS)
+            chosen += [*(["models"] if large else []), *later]
+        done = run_parts(["models"] if prepare else chosen, settings, where, out, seconds=60.0 * (total or math.inf))
     table = report.write(out, PARTS)
     click.echo(table.read_text())
     click.echo(f"table: {table}")
@@ -105,18 +145,34 @@ def main(
 def settings_of(options: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     """The options with what follows from them and from the machine."""
     cuda = where["card"] is not None
-    seconds = 60.0 * options["minutes"]
     chosen = {
         "cuda": cuda,
         "shape": options["shape"] or ("8b" if cuda else "tiny"),
         "dtype": options["dtype"] or ("bfloat16" if cuda else "float32"),
         "eager": options["eager"] or not cuda,
-        "hard_seconds": seconds,
-        "soft_seconds": max(0.5 * seconds, seconds - MARGIN),
+        "nats": list(options["nats"]),
         "small": str(options["small"].absolute()),
         "work": str(options["work"].absolute()),
     }
     return {**options, **chosen}
+
+
+def limits(seconds: float) -> dict[str, float]:
+    """Of a part: seconds until it is ended, and until it begins nothing new."""
+    return {"hard_seconds": seconds, "soft_seconds": max(0.5 * seconds, seconds - MARGIN)}
+
+
+def is_done(file: Path, settings: dict[str, Any], where: dict[str, Any]) -> bool:
+    """Has this part been done here already: on this card, with these sources, at these settings."""
+    try:
+        found = records.resume(file).content
+    except ValueError:
+        return False
+    same = all(found["settings"].get(name) == settings[name] for name in ("shape", "dtype", "eager", "k", "nats"))
+    here = all(found["environment"].get(name) == where[name] for name in ("card", "commit", "versions"))
+    if done := found["status"] == "done" and same and here:
+        say(f"{found['part']}: done at {found['environment']['date']}; --again runs it once more")
+    return done
 
 
 def command_of(record: Record) -> list[str]:
@@ -130,6 +186,7 @@ def run_parts(
     where: dict[str, Any],
     out: Path,
     command: Callable[[Record], Sequence[str]] = command_of,
+    seconds: float = math.inf,
 ) -> bool:
     """Each part in a process of its own, up to its limit; True if all are done.
 
@@ -139,12 +196,20 @@ def run_parts(
         where: from ``record.machine``.
         out: folder of the records.
         command: of each process.
+        seconds: for all of them; those for which too little is left are not begun.
     """
-    ended = []
+    ended, until = [], time.monotonic() + seconds
     for part in parts:
+        most = 60.0 * (settings["minutes"] or PARTS.get(part, MODELS_MINUTES))
+        left = until - time.monotonic()
+        if left < min(LEAST, most):
+            say(f"{part}: not begun, {max(0.0, left):.0f} s are left of {seconds / 60:g} minutes")
+            ended.append(False)
+            continue
         click.secho(f"\n== {part}", bold=True)
         folder = Path(settings["work"]) if part == "models" else out
-        record = records.begin(folder / f"{part}.json", part, settings, where)
+        given = {**settings, **limits(min(most, left))}
+        record = records.begin(folder / f"{part}.json", part, given, where)
         status = run_part(record, command(record))
         ended.append(status == "done")
         if part == "models" and not ended[-1]:
@@ -209,7 +274,23 @@ def environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    if not any(found.name == "spec-plugin" for found in metadata.distributions(name="spec-plugin")):
+        paths.append(str(_declared()))
     return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _declared() -> Path:
+    """A folder with what installing this repository would say of it: where nothing can be installed, adapters are found by it."""
+    folder = common.CACHE / "declared"
+    for file in (ROOT / "pyproject.toml", ROOT / "testing" / "pyproject.toml"):
+        project = tomllib.loads(file.read_text())["project"]
+        of = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        of.mkdir(parents=True, exist_ok=True)
+        (of / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+        groups = {**project.get("entry-points", {}), "console_scripts": project.get("scripts", {})}
+        lines = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in of.items()) for group, of in groups.items()]
+        (of / "entry_points.txt").write_text("\n".join(lines))
+    return folder
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

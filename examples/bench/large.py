@@ -57,6 +57,7 @@ class Shape:
 
 SHAPES = {
     "8b": Shape(),
+    "1.7b": Shape(2048, 6144, 28, 16, 8, 128),  # Qwen3-1.7B, but that its head is of its own
     "small": Shape(512, 1024, 12, 8, 4, 64, 512),  # to see on a CPU that everything runs
 }
 

@@ -19,7 +19,8 @@ def main(file: Path) -> int:
     common.prepare_process(record.settings["threads"])
     record.limit(record.settings["soft_seconds"])
     try:
-        models = setup.models(record, "cuda" if record.settings["cuda"] else "cpu")
+        device = "cuda" if record.settings["cuda"] else "cpu"
+        models = None if part in setup.WITHOUT_MODELS else setup.models(record, device)
         if part != "models":
             importlib.import_module(f"examples.bench.card_parts.{part}").measure(record, models)
     except Exception as error:  # the rows so far are kept, and the other parts go on

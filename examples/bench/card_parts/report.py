@@ -212,6 +212,45 @@ def _sleep(content: Content) -> Iterable[Table]:
     yield _plain(content, "engine lost", "Engines that did not survive", ["level", "reason"])
 
 
+def _trl(content: Content) -> Iterable[Table]:
+    yield _plain(
+        content, "policy", "The policy, embedded in a large shape", ["nats", "shape", "sequences", "tokens", "each"]
+    )
+    columns = ["nats", "run", "step", "response_tokens", "generation_s", "step_s", "speculating", "acceptance_length"]
+    yield _plain(content, "grpo", "Steps of both runs", [*columns, "speedup_realised", "draft_training_ms", "woken"])
+    body: list[Sequence[object]] = []
+    for row in rows_of(content, "sums"):
+        whole = row["whole"]["plain"] / row["whole"]["flag"]
+        body.append([row["nats"], row["steps"], row["first"]["plain"], row["first"]["flag"], whole, row["ratio"]])
+        body[-1] = [*body[-1], row["drafted_from"], row["acceptance_length"], row["generation"], row["step"]]
+    columns = [
+        "nats",
+        "steps",
+        "first step without, s",
+        "with, s",
+        "whole run",
+        "all but the first step",
+        "drafted from",
+    ]
+    columns += ["tokens a verification", "generation", "whole step"]
+    yield (
+        "Without the flag over with it, per token; the last two from the step on that drafts to the end",
+        columns,
+        body,
+    )
+    yield _plain(content, "run lost", "Runs that ended before their last step", ["nats", "reason"])
+
+
+def _head(content: Content) -> Iterable[Table]:
+    columns = ["batch", "vocabulary", "layer_ms", "head_ms", "head_share", "greedy_ms", "drawn_ms", "drawing_of_a_pass"]
+    yield _plain(content, "head", "A draft's pass without its attention over the context", columns)
+
+
+def _fp8(content: Content) -> Iterable[Table]:
+    yield from _smoke(content)
+    yield from _start(content)
+
+
 def _memory(content: Content) -> Iterable[Table]:
     columns = ["batch", "k", "of", "idle_mib", "peak_mib", "above_idle_mib", "tokens_per_second"]
     yield _plain(content, "peak", "Memory while rolling out with log-probs, MiB", columns)
@@ -228,10 +267,13 @@ def _memory(content: Content) -> Iterable[Table]:
 
 TABLES: Mapping[str, Callable[[Content], Iterable[Table]]] = {
     "smoke": _smoke,
-    "trainer": _trainer,
+    "trl": _trl,
     "start": _start,
     "rollouts": _rollouts,
-    "tolerances": _tolerances,
-    "sleep": _sleep,
+    "head": _head,
     "memory": _memory,
+    "tolerances": _tolerances,
+    "trainer": _trainer,
+    "fp8": _fp8,
+    "sleep": _sleep,
 }

@@ -20,6 +20,19 @@ DRAFTS = {"draft": 300, "mediocre": 16}
 
 
 @dataclass(frozen=True)
+class GrpoSizes:
+    """Of the trainer's run."""
+
+    shape: str  # of the policy
+    sequences: int  # of a step, all at once
+    samples: int  # of a prompt
+    micro_batch: int  # sequences of one backward pass
+    tokens: int  # of a response
+    steps: int
+    each: int  # steps of a turn
+
+
+@dataclass(frozen=True)
 class Sizes:
     """How much each part does."""
 
@@ -39,6 +52,8 @@ class Sizes:
     peak_batches: tuple[int, ...]
     train_tokens: tuple[int, ...]
     train_steps: int
+    pruned: tuple[int, ...]  # sizes of a draft's vocabulary, beside all of it
+    grpo: GrpoSizes
 
 
 SIZES = {
@@ -59,30 +74,34 @@ SIZES = {
         peak_batches=(256, 1024),
         train_tokens=(1024, 8192),
         train_steps=6,
+        pruned=(32_768,),
+        grpo=GrpoSizes("1.7b", sequences=32, samples=8, micro_batch=4, tokens=1024, steps=10, each=3),
     ),
     "tiny": Sizes(
         shape="small",
         dtype="float32",
-        tokens=24,
-        rounds=2,
-        step_batches=(1, 8),
+        tokens=12,
+        rounds=1,
+        step_batches=(1, 4),
         step_widths=(0, 1, 3, 7),
         rollout_batches=(1, 4),
-        seeds=24,
-        scored=2_000,
-        lengths=(8, 24, 48),
-        self_test_seconds=20.0,
-        sleeps=3,
-        sleep_requests=8,
-        peak_batches=(8, 32),
-        train_tokens=(256, 1024),
-        train_steps=3,
+        seeds=8,
+        scored=200,
+        lengths=(8, 16),
+        self_test_seconds=10.0,
+        sleeps=1,
+        sleep_requests=4,
+        peak_batches=(4,),
+        train_tokens=(256,),
+        train_steps=2,
+        pruned=(128,),
+        grpo=GrpoSizes("small", sequences=8, samples=4, micro_batch=8, tokens=32, steps=3, each=1),
     ),
 }
 
 
-#: parts that need no large model
-TINY_PARTS = ("smoke",)
+#: parts that need no large model, and those that make what they need
+TINY_PARTS, WITHOUT_MODELS = ("smoke",), ("trl", "head")
 
 
 @dataclass(frozen=True)

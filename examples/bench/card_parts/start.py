@@ -33,10 +33,10 @@ def measure(record: Record, models: Models) -> None:
     sizes = sizes_of(record)
     prompts = workload.addition_prompts(models.small, max(sizes.step_batches), seed=7)
     seconds = 90.0 if record.settings["cuda"] else 60.0  # of a start
-    off, flag = _begin(record, models, "plain", 0), _begin(record, models, "flag", max(sizes.step_widths))
+    off, flag = begin(record, models, "plain", 0), begin(record, models, "flag", max(sizes.step_widths))
     (name, start), *later = _others(record, models)
     third = start()  # all three start side by side
-    engines = {"off": _ready(record, "off", off)} | _started(record, "flag", flag)
+    engines = {"off": ready(record, "off", off)} | _started(record, "flag", flag)
     measured = _beside(record, engines, name, third, prompts, False)
     for name, start in later:
         if not record.enough_for(seconds + 30.0, f"the engine {name!r}"):
@@ -65,7 +65,7 @@ def _beside(
     third = _started(record, name, begun)
     if third or not again:
         try:
-            _steps(record, {**engines, **third}, prompts, again)
+            steps(record, {**engines, **third}, prompts, again)
             again = True
         except RuntimeError as error:
             record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
@@ -77,15 +77,15 @@ def _others(record: Record, models: Models) -> Iterator[tuple[str, Callable[[], 
     """Engines that run beside the first two, the most wanted one first; a card has room for three."""
     most = max(sizes_of(record).step_widths)
     if record.settings["cuda"] and runner_of(A_TRAINED_DRAFT, "cuda").v2:
-        yield V1, partial(_begin, record, models, "flag", most, environment={SWITCH: "0"})
-    yield "stock", partial(_begin, record, models, "stock", STOCK_K)
+        yield V1, partial(begin, record, models, "flag", most, environment={SWITCH: "0"})
+    yield "stock", partial(begin, record, models, "stock", STOCK_K)
     yield "one pass", partial(_one_pass, record, models, most)
 
 
 def _started(record: Record, name: str, engine: Remote) -> dict[str, Remote]:
     """The engine by its name; nothing, and a row, if it does not start, which is an answer, too."""
     try:
-        return {name: _ready(record, name, engine)}
+        return {name: ready(record, name, engine)}
     except RuntimeError as error:
         record.row(kind="engine lost", engine=name, reason=str(error)[-2000:])
         return {}
@@ -101,7 +101,7 @@ def _one_pass(record: Record, models: Models, k: int) -> Remote:
     asked: dict[str, Any] = {"speculative_config": {**method, "draft_load_config": {"load_format": "dummy"}}}
     if not record.settings["cuda"]:  # vLLM's CPU build packs weights away otherwise, and this draft reads some
         asked["worker_extension_cls"] = FLAG_PROBE
-    return _begin(record, models, "stock", k, asked)
+    return begin(record, models, "stock", k, asked)
 
 
 def _noise(folder: Path, target: Path, k: int) -> Path:
@@ -127,7 +127,7 @@ def _noise(folder: Path, target: Path, k: int) -> Path:
     return folder
 
 
-def _begin(
+def begin(
     record: Record,
     models: Models,
     kind: Kind,
@@ -136,6 +136,7 @@ def _begin(
     spec: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Remote:
+    """Begin to start an engine of this part's sizes; three fit on a card."""
     sizes, settings = sizes_of(record), record.settings
     more = {"worker_extension_cls": FLAG_PROBE if kind == "flag" else PROBE, **(arguments or {})}
     asked = EngineSettings(
@@ -149,7 +150,8 @@ def _begin(
     return Remote(settings["threads"], kind, models.target, asked, models.draft, k, spec, environment=environment)
 
 
-def _ready(record: Record, name: str, engine: Remote) -> Remote:
+def ready(record: Record, name: str, engine: Remote) -> Remote:
+    """The engine once it has started, with a row that says what it came to be."""
     engine.wait()
     facts = engine.rpc("bench_facts")
     memory = engine.rpc("bench_memory")
@@ -157,7 +159,7 @@ def _ready(record: Record, name: str, engine: Remote) -> Remote:
     return engine
 
 
-def _steps(record: Record, engines: Mapping[str, Remote], prompts: workload.Prompts, again: bool) -> None:
+def steps(record: Record, engines: Mapping[str, Remote], prompts: workload.Prompts, again: bool) -> None:
     """All engines in turn, at each batch size.
 
     Args:
@@ -184,7 +186,7 @@ def _steps(record: Record, engines: Mapping[str, Remote], prompts: workload.Prom
 def _in_turn(record: Record, arms: Mapping[str, Callable[[int], Timing]], batch: int, again: bool) -> None:
     """A row for each arm at one batch size, ``off`` among them."""
     found = interleave(arms, sizes_of(record).rounds, 1, f"batch {batch}: {', '.join(arms)} in turn")
-    steps = {arm: [t.step("wall") for t in timings] for arm, timings in found.items()}
+    seconds = {arm: [t.step("wall") for t in timings] for arm, timings in found.items()}
     for arm, timings in found.items():
         if again and arm.startswith(("off", "flag k=")):
             continue
@@ -192,10 +194,10 @@ def _in_turn(record: Record, arms: Mapping[str, Callable[[int], Timing]], batch:
             kind="step",
             batch=batch,
             arm=arm,
-            ms=spread([1e3 * s for s in steps[arm]]),
+            ms=spread([1e3 * s for s in seconds[arm]]),
             mean_ms=spread([1e3 * t.mean_step("wall") for t in timings]),
             prefill_ms=spread([1e3 * t.prefill("wall") for t in timings]),
-            against_off=paired(steps[arm], steps["off"]),
+            against_off=paired(seconds[arm], seconds["off"]),
             tokens_per_step=spread([t.acceptance_length for t in timings]).median,
             tokens_per_second=spread([t.rate("wall") for t in timings]),
         )
