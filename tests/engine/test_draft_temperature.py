@@ -213,7 +213,7 @@ def test_the_draft_before_comes_back_with_its_temperature(engine, config):
     assert math.isclose(sharpness(), 2.0)
 
 
-# The tests below start engines of their own, behind all that read the counters of the one above: vLLM's registry keeps the last engine's.
+# The tests below start engines of their own, behind all that read the counters of the one above: vLLM keeps the last one's.
 
 
 def test_a_pruned_draft_makes_what_is_promised_and_samples_are_the_policys_while_its_vocabulary_changes(

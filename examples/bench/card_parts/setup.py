@@ -75,7 +75,7 @@ SIZES = {
         train_tokens=(1024, 8192),
         train_steps=6,
         pruned=(32_768,),
-        grpo=GrpoSizes("1.7b", sequences=32, samples=8, micro_batch=4, tokens=1024, steps=10, each=3),
+        grpo=GrpoSizes("1.7b", sequences=32, samples=8, micro_batch=2, tokens=1024, steps=10, each=3),
     ),
     "tiny": Sizes(
         shape="small",
@@ -84,7 +84,7 @@ SIZES = {
         rounds=1,
         step_batches=(1, 4),
         step_widths=(0, 1, 3, 7),
-        rollout_batches=(1, 4),
+        rollout_batches=(4,),
         seeds=8,
         scored=200,
         lengths=(8, 16),

@@ -65,7 +65,7 @@ def measure(record: Record, models: Models) -> None:
 
 async def _in_engine(record: Record, models: Models) -> tuple[dict[Arm, list[Sampled]], list[list[int]]]:
     sizes, settings = sizes_of(record), record.settings
-    seqs = MAX_NUM_SEQS if settings["cuda"] else 32
+    seqs = MAX_NUM_SEQS if settings["cuda"] else 16
     front, engine = _start(record, models, seqs)
     total = record.left()
     try:
