@@ -14,7 +14,8 @@ Why the logits are the same, for a small hidden size h in a large H, small heads
 - Further heads, MLP units and layers write through zeros. Each small key head gets its own large one, and query heads stand
   in the large group of their key head.
 - Tokens that the small vocabulary does not have: one dimension of the residual stream is the same small number at every
-  position, and their rows of the head have a large negative number there.
+  position, and their rows of the head have a large negative number there. A newborn draft has any number in that dimension, and
+  would have to learn it before all else: where the small model has a dimension that is the same for every token, that is taken.
 
 The small one's EAGLE-3 draft is embedded likewise, in the draft that the large shape would get: it reads the same layers, whose
 inputs are the small ones', and uses the large embedding and head. It has no norm on its queries, so their projection is scaled.
@@ -62,7 +63,9 @@ SHAPES = {
 }
 
 
-def embedded_target(small: Path, shape: Shape, dtype: str, cache: Path | None = None) -> Path:
+def embedded_target(
+    small: Path, shape: Shape, dtype: str, cache: Path | None = None, constant: int | None = None
+) -> Path:
     """The small policy in the large shape, from the cache where it is.
 
     Args:
@@ -70,8 +73,10 @@ def embedded_target(small: Path, shape: Shape, dtype: str, cache: Path | None = 
         shape: of the result.
         dtype: "bfloat16" or "float32".
         cache: folder of the results; none: that of all benchmarks.
+        constant: a dimension of the small one's residual stream that is the same positive number for every token.
     """
-    out = (cache or CACHE) / f"large-{workload.digest_of(small, {**asdict(shape), 'dtype': dtype, 'how': 1})}"
+    how = {**asdict(shape), "dtype": dtype, "how": 1} | ({} if constant is None else {"constant": constant})
+    out = (cache or CACHE) / f"large-{workload.digest_of(small, how)}"
     if out.exists():
         return out
     say(f"embedding the policy in {shape.num_hidden_layers} layers of {shape.hidden_size}")
@@ -84,7 +89,7 @@ def embedded_target(small: Path, shape: Shape, dtype: str, cache: Path | None = 
     config.dtype = dtype
     large = empty_model(config, dtype)
     with torch.no_grad():
-        Embedding(source.config, shape).fill(state, large)
+        Embedding(source.config, shape).fill(state, large, constant)
     with made_whole(out) as partial:
         large.save_pretrained(partial)
         AutoTokenizer.from_pretrained(small).save_pretrained(partial)
@@ -222,8 +227,8 @@ class Embedding:
     def _heads(self, places: Any) -> Tensor:
         return torch.cat([place * self.shape.head_dim + self.inside for place in places])
 
-    def fill(self, state: Mapping[str, Tensor], large: Any) -> None:
-        """Copy every weight to its place."""
+    def fill(self, state: Mapping[str, Tensor], large: Any, constant: int | None = None) -> None:
+        """Copy every weight to its place; see ``embedded_target``."""
         h, small = self.small.hidden_size, self.small
         target = dict(large.named_parameters())
         units, vocabulary = slice(small.intermediate_size), slice(small.vocab_size)
@@ -231,7 +236,12 @@ class Embedding:
             if name.endswith("norm.weight"):
                 value.fill_(1.0)
         target["model.embed_tokens.weight"][vocabulary, :h] = state["model.embed_tokens.weight"].to(value.dtype)
-        target["model.embed_tokens.weight"][:, h] = _CONSTANT
+        if constant is None:
+            target["model.embed_tokens.weight"][:, h] = _CONSTANT
+        else:
+            target["model.embed_tokens.weight"][small.vocab_size :, constant] = state["model.embed_tokens.weight"][
+                0, constant
+            ]
         for i in range(small.num_hidden_layers):
             at = f"model.layers.{i}."
             for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -254,10 +264,15 @@ class Embedding:
             _put(target[f"{at}mlp.down_proj.weight"], slice(h), units, state[f"{at}mlp.down_proj.weight"])
         target["model.norm.weight"][:h] = self.norm_scale * state["model.norm.weight"]
         _put(target["lm_head.weight"], vocabulary, slice(h), state["lm_head.weight"])
-        self._silence(state, target)
+        self._silence(state, target, constant)
 
-    def _silence(self, state: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    def _silence(self, state: Mapping[str, Tensor], target: Mapping[str, Tensor], constant: int | None) -> None:
         """Give the tokens that the small model does not have a logit that is never sampled."""
+        if constant is not None:
+            embed = state["model.embed_tokens.weight"]
+            normed = embed[:, constant] / embed.square().mean(-1).sqrt() * state["model.norm.weight"][constant]
+            target["lm_head.weight"][self.small.vocab_size :, constant] = _SILENT / float(normed.min())
+            return
         # the final norm divides by a root mean square that is of the order of the embedding's at least; 100 times to spare
         size = state["model.embed_tokens.weight"].norm(dim=-1).max() / math.sqrt(self.shape.hidden_size)
         target["model.norm.weight"][self.small.hidden_size] = 1.0

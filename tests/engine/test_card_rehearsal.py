@@ -33,7 +33,7 @@ from examples.bench.card_parts.setup import Models
 pytestmark = pytest.mark.engine
 WHERE = {"card": None, "card_memory": None, "cpu": "some", "versions": {}, "date": "today", "commit": "c"}
 REQUESTS = 64  # the most that a part asks for
-#: kinds of rows that each part must have; a refresh has a version higher than those before it in its engine, so ``memory`` is first
+#: kinds of rows that each part must have; ``memory`` is first: a refresh has a higher version than those before it in its engine
 ROWS = {
     memory: {"refresh", "peak"},
     start: {"engine", "step"},

@@ -68,7 +68,8 @@ def _in_turns(record: Record, sizes: GrpoSizes, nats: float) -> None:
                     fresh = [row(step, TRAINER) for step in run.steps[len(rows[run.name]) :]]
                     rows[run.name] += fresh
                     for found in fresh:
-                        record.row(kind="grpo", nats=found_nats, run=run.name, **found)
+                        known = {name: value for name, value in found.items() if value is not None}
+                        record.row(kind="grpo", nats=found_nats, run=run.name, **known)
                 if last < sizes.steps and not record.enough_for(_round_s(rows, sizes.each), f"steps behind {last}"):
                     break
     except (TurnsError, RunFailed) as error:
@@ -133,7 +134,8 @@ def _policy(record: Record, sizes: GrpoSizes, nats: float) -> tuple[Path, float]
             tiny.go_on(fresh)
             heat(fresh, nats)
     found = entropy(_logits(small))
-    return large.embedded_target(small, large.SHAPES[sizes.shape], record.settings["dtype"], work), found
+    constant = tiny.HIDDEN - 1  # see ``tiny.go_on``
+    return large.embedded_target(small, large.SHAPES[sizes.shape], record.settings["dtype"], work, constant), found
 
 
 def heat(folder: Path, nats: float) -> None:

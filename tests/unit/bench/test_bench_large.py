@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from spec_plugin_conformance import tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from draft_training import DraftConfig, DraftTrainer, TrainSettings, load_draft, save_draft
+from draft_training import DraftConfig, DraftTrainer, HiddenBuffer, TrainSettings, load_draft, save_draft
 from examples.bench import large
+from examples.bench.workload import harvest
 
 SHAPE = large.Shape(
     hidden_size=256,
@@ -121,3 +124,23 @@ def test_the_large_draft_has_the_shape_of_one_for_the_large_target_and_reads_the
     config, tensors = load_draft(drafts[1], hf)
     assert config == DraftConfig.from_target(hf, aux_layers=(1, 2, 3))
     assert sum(t.numel() for t in tensors.values()) == config.parameters
+
+
+def test_a_newborn_draft_can_learn_a_policy_that_has_a_constant_of_its_own(tmp_path):
+    """With the tiny constant of the others each random number in its dimension is a logit of millions."""
+    small = tiny.make_target(tmp_path / "small")
+    tiny.go_on(small)
+    big = large.embedded_target(small, SHAPE, "float32", tmp_path, constant=tiny.HIDDEN - 1)
+    ids = torch.randint(0, tiny.VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
+    expected, found = logits(small, ids), logits(big, ids)
+    assert torch.allclose(found[..., : tiny.VOCAB], expected, atol=2e-4 * float(expected.abs().max()))
+    assert float(found.softmax(-1)[..., tiny.VOCAB :].sum(-1).max()) < 1e-9
+    config = DraftConfig.from_target(AutoConfig.from_pretrained(big).to_dict())
+    trainer = DraftTrainer(config, TrainSettings(ttt_steps=1), device="cpu", seed=0)
+    model = AutoModelForCausalLM.from_pretrained(big)
+    trainer.update_policy(model.get_input_embeddings().weight, model.get_output_embeddings().weight, 0)
+    buffer = HiddenBuffer(1 << 16, 1 << 30, 0)
+    for document in harvest(model, [([row[0]], row[1:]) for row in ids.tolist()], config.aux_layers):
+        buffer.add(document)
+    report = trainer.train_slice(buffer, math.inf, 1)
+    assert report.loss < 20.0  # nats; millions otherwise
