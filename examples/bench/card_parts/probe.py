@@ -35,6 +35,8 @@ class Probe:
             "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
             "graph_sizes": len(compilation.cudagraph_capture_sizes or ()),
             "graphs_captured": compilation_counter.num_cudagraph_captured,
+            # what vLLM sets aside for them, of GPU workers that do
+            "graphs_mib": getattr(self, "cudagraph_memory_estimate", 0) / MIB,
             "async_scheduling": bool(self.vllm_config.scheduler_config.async_scheduling),
         }
 

@@ -118,7 +118,8 @@ def _trainer(content: Content) -> Iterable[Table]:
 
 
 def _start(content: Content) -> Iterable[Table]:
-    columns = ["engine", "seconds_to_start", "runner", "cudagraph_mode", "graphs_captured", "async_scheduling"]
+    columns = ["engine", "seconds_to_start", "runner", "cudagraph_mode", "graphs_captured", "graphs_mib"]
+    columns += ["async_scheduling"]
     yield _plain(content, "engine", "Engines", columns)
     yield _plain(content, "engine lost", "Engines that did not start", ["engine", "reason"])
     columns = ["batch", "arm", "ms", "against_off", "mean_ms", "prefill_ms", "tokens_per_step", "tokens_per_second"]

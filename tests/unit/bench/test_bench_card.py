@@ -31,8 +31,8 @@ DONE = ROW + "c['status'] = 'done'; json.dump(c, open(f, 'w'))"
 
 def settings(tmp_path: Path, **more: object) -> dict[str, object]:
     given = {"minutes": 5.0, "shape": None, "dtype": None, "eager": False, "threads": 1}
-    given |= {"small": tmp_path, "work": tmp_path / "work"}
-    return {**card.settings_of(given, WHERE), **more}
+    given |= {"small": tmp_path, "work": tmp_path / "work", "k": 3, "nats": (1.0,)}
+    return {**card.settings_of(given, WHERE), **card.limits(300.0), **more}
 
 
 def begun(tmp_path: Path, **more: object) -> record.Record:
@@ -151,6 +151,43 @@ def test_without_models_no_part_is_begun(tmp_path) -> None:
     assert not (tmp_path / "start.json").exists()
 
 
+def test_the_parts_stay_within_the_minutes_of_a_card(tmp_path, capsys) -> None:
+    """A card that is lent for minutes: no part is begun for which too little is left, nor runs beyond them."""
+    asked, found = {}, settings(tmp_path, minutes=None)
+
+    def command(of: record.Record) -> list[str]:
+        asked[of.content["part"]] = of.settings["hard_seconds"]
+        return script(of.file, DONE)
+
+    assert card.run_parts(("head",), found, WHERE, tmp_path, command, seconds=1000.0)
+    assert asked == {"head": 60.0}
+    assert not card.run_parts(("smoke", "trl"), found, WHERE, tmp_path, command, seconds=45.5)
+    assert 45.0 < asked["smoke"] < 45.5 and "trl" not in asked
+    assert "trl: not begun" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_is_done_here_with_these_sources_is_not_done_again(tmp_path) -> None:
+    found, where = settings(tmp_path), {**WHERE, "card": "NVIDIA H200"}
+    file = tmp_path / "start.json"
+    assert not card.is_done(file, found, where)
+    record.begin(file, "start", found, where).finish("done")
+    assert card.is_done(file, found, where)
+    assert not card.is_done(file, {**found, "nats": [0.5]}, where)
+    assert not card.is_done(file, found, {**where, "card": "NVIDIA H100"})
+    assert not card.is_done(file, found, {**where, "commit": "d"})
+    record.begin(file, "start", found, where).finish("ended", "at its limit")
+    assert not card.is_done(file, found, where)
+
+
+def test_where_nothing_is_installed_adapters_are_found_all_the_same(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(card.common, "CACHE", tmp_path)
+    folder = card._declared()
+    found = list(card.metadata.distributions(path=[str(folder)]))
+    points = {(p.group, p.name): p.value for one in found for p in one.entry_points}
+    assert points["spec_plugin_adapters", "trl"] == "spec_plugin_trl"
+    assert points["spec_plugin_cpu_repairs", "vllm"] == "spec_plugin_cpu.repairs.compat"
+
+
 def test_what_a_part_raises_is_in_its_record_beside_its_rows(tmp_path, monkeypatch) -> None:
     found = begun(tmp_path)
 
@@ -168,13 +205,13 @@ def test_what_a_part_raises_is_in_its_record_beside_its_rows(tmp_path, monkeypat
 
 
 def test_a_card_gets_the_large_shape_and_a_cpu_the_tiny_one(tmp_path) -> None:
-    given = {"minutes": 10.0, "shape": None, "dtype": None, "eager": False, "small": tmp_path, "work": tmp_path}
+    given = {"shape": None, "dtype": None, "eager": False, "small": tmp_path, "work": tmp_path, "nats": (1.0,)}
     on_a_card = card.settings_of(given, {**WHERE, "card": "NVIDIA H200"})
     assert [on_a_card[name] for name in ("shape", "dtype", "cuda", "eager")] == ["8b", "bfloat16", True, False]
-    assert (on_a_card["soft_seconds"], on_a_card["hard_seconds"]) == (570.0, 600.0)
-    on_a_cpu = card.settings_of({**given, "minutes": 0.5}, WHERE)
+    on_a_cpu = card.settings_of(given, WHERE)
     assert [on_a_cpu[name] for name in ("shape", "dtype", "cuda", "eager")] == ["tiny", "float32", False, True]
-    assert on_a_cpu["soft_seconds"] == 15.0
+    assert card.limits(600.0) == {"soft_seconds": 570.0, "hard_seconds": 600.0}
+    assert card.limits(30.0)["soft_seconds"] == 15.0
     assert card.settings_of({**given, "shape": "tiny"}, {**WHERE, "card": "x"})["shape"] == "tiny"
 
 
@@ -191,7 +228,7 @@ def test_every_part_has_a_module_and_a_table() -> None:
     assert set(report.TABLES) == set(card.PARTS)
     for part in card.PARTS:
         assert (
-            "def measure(record: Record, models: Models)"
+            "def measure(record: Record, models: Models"
             in (ROOT / "examples" / "bench" / "card_parts" / f"{part}.py").read_text()
         )
 
@@ -217,7 +254,8 @@ def test_the_rehearsal_in_this_repository_is_said_to_be_no_claim_and_has_all_par
     folder = ROOT / "examples" / "bench" / "results"
     parts = json.loads((folder / "card-cpu-tiny.json").read_text())["parts"]
     assert [part["part"] for part in parts] == list(card.PARTS)
-    assert all("no claim" in part["claim"] and part["status"] in ("done", "ended") and part["rows"] for part in parts)
+    assert all("no claim" in part["claim"] and part["status"] in ("done", "ended") for part in parts)
+    assert [part["part"] for part in parts if not part["rows"]] == ["fp8"], "which no CPU serves, and that says so"
     assert (folder / "card-cpu-tiny.md").read_text().startswith("**This is a rehearsal on a CPU")
 
 
