@@ -129,7 +129,7 @@ def test_graphs_of_each_k_for_as_many_requests_as_plain_decoding_has(vllm_config
 
 
 def test_a_full_engine_has_a_graph_of_the_drafts_own_passes_too(vllm_config, monkeypatch):
-    """Twelve requests at most, vLLM's sizes 8 and 16: nine to twelve have no piecewise graph either, so all of a pass is launched."""
+    """Twelve requests at most, vLLM's sizes 8 and 16: a draft's passes of nine to twelve have no piecewise graph either."""
     from vllm.config import CUDAGraphMode
 
     if not knows_tables():
