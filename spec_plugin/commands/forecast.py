@@ -16,7 +16,7 @@ from spec_plugin.commands.graphs import NEVER_RUN, graphs_of
 from spec_plugin.engine.lossless import check_engine_options, check_sampling, check_speculative_config
 from spec_plugin.engine.recurrent_states import check_states
 from spec_plugin.lifecycle.manager import built_in_method, create_manager, method_of
-from spec_plugin.methods.sample_method import kept_logits
+from spec_plugin.methods.sample_method import kept_logits, proposed_logits
 from spec_plugin.plan.engine_class import architectures, engine_class, keeps_states
 from spec_plugin.plan.hub import DraftNotHereError, draft_folder
 from spec_plugin.plan.model_runner import Cluster
@@ -222,11 +222,13 @@ def _kept(run: RunFacts, method: Method, cluster: Cluster) -> str:
     """Memory of an engine for the logits of what was proposed: V2 takes it at its start, V1 while it drafts."""
     known = run.target.max_num_seqs > 0
     target = run.target if known else replace(run.target, max_num_seqs=1)
-    kept = kept_logits(run.spec, target)
     each = "" if known else " a request"
     if cluster.runner_of(method.settings).v2:
-        return f"{_size(kept)}{each}"
-    return f"up to {_size(4 * kept)}{each}, or fewer drafted tokens where that has no room,"
+        return f"{_size(kept_logits(run.spec, target))}{each}"
+    # in float32, and a copy to verify
+    return (
+        f"up to {_size(8 * proposed_logits(run.spec, target))}{each}, or fewer drafted tokens where that has no room,"
+    )
 
 
 def _size(of_bytes: int) -> str:

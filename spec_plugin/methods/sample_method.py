@@ -20,9 +20,21 @@ _CAN = {
 }
 
 
+def proposed_logits(config: SpecConfig, target: TargetInfo) -> int:
+    """How many logits the proposals of a full batch are drawn from."""
+    return target.max_num_seqs * config.k * (target.vocab_size or 0)
+
+
 def kept_logits(config: SpecConfig, target: TargetInfo) -> int:
-    """Bytes that vLLM's V2 model runner takes at its start on each card for what proposals are drawn from."""
-    return 2 * target.max_num_seqs * config.k * (target.vocab_size or 0)
+    """Bytes that vLLM's V2 model runner takes at its start on each card for what proposals are drawn from.
+
+    In the engine's dtype (0.29), or in float32 whatever that is (0.26, whose memory profile counts none of them, either: they are
+    there before it begins).
+    """
+    file, _ = _CAN[True]
+    _, _, made = source_of("vllm", file).partition("self.draft_logits = torch.")
+    in_float32 = "torch.float32" in made.partition(")")[0] or target.dtype == "float32"
+    return (4 if in_float32 else 2) * proposed_logits(config, target)
 
 
 def draft_sample_method(config: SpecConfig, target: TargetInfo, method: str) -> str:

@@ -19,6 +19,7 @@ def fit_sampler_memory(
     table: Sequence[int],
     vocab_size: int,
     room: int = ROOM,
+    v2: bool = False,
     in_chunks: bool = False,
     ranks: int = 1,
     sampled: bool = False,
@@ -39,11 +40,14 @@ def fit_sampler_memory(
             processed logits 4 in chunks of a GiB at most
     ======  ================================================================  ==================  ===================
 
+    Where V2 knows no chunks the processed logits of all rows are counted; vLLM 0.26 processes the logits in place, without them.
+
     Args:
         table: k for each batch size from 0 to ``max_num_seqs``.
         vocab_size: of the target.
         room: bytes that a card has beside what vLLM counts.
-        in_chunks: is it the V2 runner, of a vLLM that verifies in chunks.
+        v2: is it the V2 runner.
+        in_chunks: of a vLLM whose V2 verifies in chunks.
         ranks: of tensor parallelism.
         sampled: are proposals drawn: V1 then keeps what each of the b * k was drawn from, 4 bytes, and copies it to verify; V2
             has taken that at start.
@@ -53,12 +57,13 @@ def fit_sampler_memory(
 
     def bytes_of(b: Numbers, k: int) -> Numbers:
         rows: Numbers = vocab_size * b * (k + 1)
-        if not in_chunks:
+        if not v2:
             return 14 * rows + vocab_size * ((8 + 8 * sampled) * b * k + 6 * b)
-        most_at_once: Numbers = np.maximum(gathered * rows, 2 * rows + np.minimum(4 * rows, _CHUNK))
+        processed = np.minimum(4 * rows, _CHUNK) if in_chunks else 4 * rows
+        most_at_once: Numbers = np.maximum(gathered * rows, 2 * rows + processed)
         return most_at_once
 
-    seen = vocab_size * most * (gathered if in_chunks else _V1_PROFILED)
+    seen = vocab_size * most * (gathered if v2 else _V1_PROFILED)
     batches: Numbers = np.arange(most + 1, dtype=np.float64)
     ks, cut = np.array(table), np.zeros(most + 1, np.int64)
     for k in range(1, max(table) + 1):  # a longer draft takes more, so the last that fits is the longest

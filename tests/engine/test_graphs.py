@@ -128,6 +128,19 @@ def test_graphs_of_each_k_for_as_many_requests_as_plain_decoding_has(vllm_config
         assert requests == {n for n in by_length[1] if n * length <= 128} | {min(REQUESTS, 128 // length)}, length
 
 
+def test_a_full_engine_has_a_graph_of_the_drafts_own_passes_too(vllm_config, monkeypatch):
+    """Twelve requests at most, vLLM's sizes 8 and 16: a draft's passes of nine to twelve have no piecewise graph either."""
+    from vllm.config import CUDAGraphMode
+
+    if not knows_tables():
+        pytest.skip("this vLLM gives such an engine its V1 model runner")
+    monkeypatch.setattr(vllm_config.scheduler_config, "max_num_seqs", 12)
+    SpecWorkerExtension.__new__(SpecWorkerExtension, vllm_config=vllm_config)
+    for mode in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.NONE):
+        graph = served(manager_of(vllm_config, 1, mode), 11, 1)
+        assert (graph.cg_mode, graph.num_reqs) == (mode.decode_mode(), 12 if mode else 11)
+
+
 def test_an_engine_whose_k_stands_still_has_vllms_own(vllm_config):
     from vllm.config import CUDAGraphMode
 

@@ -981,8 +981,8 @@ MUTATIONS = (
     ),
     Mutation(
         "spec_plugin/policy/break_even/controller.py",
-        "BreakEvenController._in_chunks",
-        ".v2 and v2_verifies_in_chunks()",
+        "BreakEvenController._runner",
+        ".v2",
         ".refused",
         "the memory of V1's sampler bounds what V2 drafts",
         ("test_sampler_memory.py",),

@@ -57,6 +57,11 @@ class Probe:
         """Of this engine's dtype, see ``verdicts.tolerance``."""
         return tolerance(self.engine.vllm_config.model_config.dtype)
 
+    @property
+    def full_graphs(self) -> bool:
+        """Has the engine CUDA graphs of whole steps, for batches whose requests all read the same number of tokens."""
+        return bool(self.engine.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
+
     def params(self, tokens: int, plain: bool, as_it_grows: bool = False, **options: Any) -> Any:
         """vLLM's ``SamplingParams`` of a request of exactly ``tokens`` tokens, see ``requests.of_length``."""
         extra = {"extra_args": dict(PLAIN)} if plain else {}

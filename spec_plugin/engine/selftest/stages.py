@@ -31,11 +31,11 @@ STRAYS = 1
 async def greedy_stage(probe: Probe, plan: SelfTestPlan) -> AsyncIterator[Check]:
     """Greedy tokens; where they differ, how far plain requests differ among themselves, and then once more."""
     chosen = list(enumerate(plan.prompts))
-    spec, plain = await probe.both_arms(chosen, GREEDY_TOKENS, temperature=0.0)
+    spec, plain = await _greedy_arms(probe, chosen)
     check = verdicts.greedy_check(spec, plain, probe.tolerance)
     if not check.passed:
         params = probe.params(GREEDY_TOKENS, True, temperature=0.0, logprobs=TOP)
-        arms = [plain]
+        arms = [plain[: len(chosen)]]
         for size in (len(chosen), 2):  # so many at a time: batches of other shapes
             groups = [chosen[i : i + size] for i in range(0, len(chosen), size)]
             found = [await gather_or_cancel([probe.sample(i, p, params) for i, p in group]) for group in groups]
@@ -44,9 +44,24 @@ async def greedy_stage(probe: Probe, plan: SelfTestPlan) -> AsyncIterator[Check]
         limit = verdicts.greedy_limit(noise, probe.tolerance)
         check = verdicts.greedy_check(spec, plain, limit)
         if not check.passed:  # once more, in other places of the batch
-            again = verdicts.greedy_check(*await probe.both_arms(chosen[::-1], GREEDY_TOKENS, temperature=0.0), limit)
+            again = verdicts.greedy_check(*await _greedy_arms(probe, chosen[::-1]), limit)
             check = again if again.passed else check
     yield check
+
+
+async def _greedy_arms(
+    probe: Probe, prompts: Sequence[tuple[int, Sequence[int]]]
+) -> tuple[list[Sampled], list[Sampled]]:
+    """(speculating, plain), side by side; and where rollouts run in full CUDA graphs the former once more by themselves.
+
+    Beside plain ones they verify without such a graph: then not all requests of a step read the same number of tokens.
+    """
+    spec, plain = await probe.both_arms(prompts, GREEDY_TOKENS, temperature=0.0)
+    if not probe.full_graphs:
+        return spec, plain
+    params = probe.params(GREEDY_TOKENS, False, temperature=0.0, logprobs=TOP)
+    alone = await gather_or_cancel([probe.sample(i, prompt, params) for i, prompt in prompts])
+    return [*spec, *alone], [*plain, *plain]
 
 
 async def samples_stage(probe: Probe, plan: SelfTestPlan) -> AsyncIterator[Check]:

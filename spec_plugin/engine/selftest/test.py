@@ -4,7 +4,8 @@ Real engines have sampled wrongly without a word. Plain and speculating requests
 (``spec_plugin.engine.vllm.schedule.plain``) and must be alike:
 
 ``greedy``      at temperature 0 the same tokens, but for ties: as close as rounding, or what plain requests show among
-                themselves, explains; a difference counts only if it shows again;
+                themselves, explains; a difference counts only if it shows again. Where steps of rollouts are full CUDA graphs, of
+                speculating requests by themselves, too, since mixed batches run without them;
 ``states``      where the target keeps recurrent states, the same of long requests that come and go (see the module);
 ``samples``     at the run's own sampling options: log-probs are finite; token counts of both arms are of one distribution, and
                 the speculating arm's of the stated one (``stats``); and log-probs agree with a teacher-forced recomputation, by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -195,9 +195,9 @@ class BreakEvenController:
             table = fit_sampler_memory(
                 chosen.table,
                 self._target.vocab_size,
-                in_chunks=self._in_chunks,
                 ranks=self._target.tensor_parallel,
                 sampled=self._method.draws,
+                **self._runner,
             )
             table = tuple(k * (k == self._config.k) for k in table) if self._method.all_or_nothing_k else table
             chosen = replace(chosen, table=table) if any(table) else plan.no_drafts(len(table) - 1, Reason.NO_ROOM)
@@ -217,9 +217,10 @@ class BreakEvenController:
         return self._config.serve == "always"
 
     @cached_property
-    def _in_chunks(self) -> bool:
-        """Does the engine's runner verify in chunks; read once, since vLLM's sources are parsed for it."""
-        return runner_of(self._method.settings, "cuda").v2 and v2_verifies_in_chunks()
+    def _runner(self) -> Mapping[str, bool]:
+        """The engine's model runner as ``fit_sampler_memory`` wants it; read once, since vLLM's sources are parsed for it."""
+        v2 = runner_of(self._method.settings, "cuda").v2
+        return {"v2": v2, "in_chunks": v2 and v2_verifies_in_chunks()}
 
     def _plain_share(self, chosen: Plan) -> float:
         if self._asked_for or not chosen.speculates:

@@ -124,9 +124,18 @@ def test_k_is_cut_to_what_the_memory_of_v1s_sampler_allows():
 @pytest.mark.parametrize(("ranks", "k"), [(1, 3), (2, 2), (4, 3), (8, 3)])
 def test_on_v2_1024_requests_draft_three_tokens_each_of_a_vocabulary_of_152k(ranks, k):
     """On two ranks two: each gathers the logits of both, and holds its own half beside two copies of all."""
-    table = fit_sampler_memory((0,) + (8,) * 1024, V, ROOM, in_chunks=True, ranks=ranks)
+    table = fit_sampler_memory((0,) + (8,) * 1024, V, ROOM, v2=True, in_chunks=True, ranks=ranks)
     assert table[1024] == k and table[256] == 8
-    assert fit_sampler_memory((0,) + (8,) * 1024, V, 0, in_chunks=True, ranks=ranks)[1024] == 0
+    assert fit_sampler_memory((0,) + (8,) * 1024, V, 0, v2=True, in_chunks=True, ranks=ranks)[1024] == 0
+
+
+def test_v2_of_a_vllm_that_verifies_all_at_once_is_not_bounded_by_the_memory_of_v1():
+    """vLLM 0.26: by V1's count 256 requests got 2 of 8 tokens. V1's profile sees more, too, which V2's does not."""
+    full = (0,) + (8,) * 256
+    on_v1, on_v2 = (fit_sampler_memory(full, V, ROOM, v2=v2, sampled=True) for v2 in (False, True))
+    assert on_v1[256] == 2 and on_v2 == full
+    assert fit_sampler_memory((0,) + (8,) * 1024, V, ROOM, v2=True)[1024] == 1
+    assert fit_sampler_memory(full, V, 0, v2=True)[256] == 0
 
 
 def test_a_draft_of_all_tokens_or_none_gets_no_k_between() -> None:

@@ -132,12 +132,14 @@ def test_what_the_profile_of_v1_has_seen_is_no_less_than_what_is_counted(monkeyp
     )
 
 
-@pytest.mark.parametrize(("v2", "k"), [(True, 3), (False, 1)])
-def test_the_bound_is_that_of_the_runner_that_serves(v2, k, monkeypatch):
-    """1024 requests, a vocabulary of 152k."""
-    monkeypatch.setattr(controller_module, "v2_verifies_in_chunks", lambda: True)
+@pytest.mark.parametrize(
+    ("v2", "in_chunks", "most", "k"), [(True, True, 1024, 3), (True, False, 512, 3), (False, True, 1024, 1)]
+)
+def test_the_bound_is_that_of_the_runner_that_serves(v2, in_chunks, most, k, monkeypatch):
+    """A vocabulary of 152k."""
+    monkeypatch.setattr(controller_module, "v2_verifies_in_chunks", lambda: in_chunks)
     monkeypatch.setattr(controller_module, "runner_of", lambda *_: type("Runner", (), {"v2": v2})())
     c = controller({8: 2.0}, serve="always")
-    target = replace(TARGET, hf_config={"vocab_size": 152_064}, max_num_seqs=1024, device_type="cuda")
+    target = replace(TARGET, hf_config={"vocab_size": 152_064}, max_num_seqs=most, device_type="cuda")
     c.spec_configure(SpecConfig.parse({"k": 3, "serve": "always"}), target, c._method)
-    assert K >= 1 and c.spec_schedule(1).table[1024] == k and chosen(c)[1] is Reason.ASKED_FOR
+    assert K >= 1 and c.spec_schedule(1).table[most] == k and chosen(c)[1] is Reason.ASKED_FOR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,13 @@ def plan(seconds: float = 0.0) -> SelfTestPlan:
 class Played(Probe):
     """Writes down in order what is asked of its engine, which samples token 5 and is as sure of it as ``distance`` says."""
 
-    def __init__(self, differ: Any = (), seconds: float = 0.0) -> None:
+    def __init__(self, differ: Any = (), graphs: str = "NONE") -> None:
+        from vllm.config import CUDAGraphMode
+
         model = SimpleNamespace(dtype=SimpleNamespace(), logprobs_mode="processed_logprobs")
-        engine: Any = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), reset_prefix_cache=self._reset)
+        compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs])
+        config = SimpleNamespace(model_config=model, compilation_config=compilation)
+        engine: Any = SimpleNamespace(vllm_config=config, reset_prefix_cache=self._reset)
         super().__init__(engine, {}, 64)
         self.asked: list[Any] = []
         self.differ, self.scored = set(differ), 0
@@ -61,6 +66,32 @@ def samples(probe: Any, of: SelfTestPlan | None = None) -> dict[str, Check]:
         return {check.name: check async for check in stages.samples_stage(probe, of or plan())}
 
     return asyncio.run(checks())
+
+
+@pytest.mark.parametrize("graphs", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_law_2_what_verifies_in_full_graphs_alone_is_seen(graphs: str) -> None:
+    """An engine that is right in mixed batches, which have no such graph, and wrong where all requests draft."""
+
+    together: set[bool] = set()  # are those plain that were asked for in this turn of the event loop
+
+    class WrongInFullGraphs(Played):
+        async def sample(self, index: int, prompt: Any, params: Any, reaches: Any = None) -> Sampled:
+            together.add(bool(params.extra_args))
+            await asyncio.sleep(0)
+            uniform = together == {False}
+            await asyncio.sleep(0)
+            together.clear()
+            found = await super().sample(index, prompt, params, reaches)
+            wrong = uniform and self.full_graphs
+            return dataclasses.replace(found, tokens=(99,) * len(found.tokens)) if wrong else found
+
+    async def checks(probe: Played) -> list[Check]:
+        return [check async for check in stages.greedy_stage(probe, plan())]
+
+    full = graphs.startswith("FULL")
+    (right,), (wrong,) = (asyncio.run(checks(kind(graphs=graphs))) for kind in (Played, WrongInFullGraphs))
+    assert right.passed and right.detail.startswith("8/8" if full else "4/4")
+    assert wrong.passed is not full, wrong.detail
 
 
 def test_law_2_both_arms_sample_two_whole_rounds_of_verification_after_the_first_token() -> None:

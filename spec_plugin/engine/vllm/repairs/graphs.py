@@ -70,18 +70,17 @@ def for_every_k(original: Callable[..., Any]) -> Callable[..., Any]:
         config = self.vllm_config
         if config.speculative_config is None or not config.speculative_config.uses_dynamic_speculative_decoding():
             original(self)
-        elif self.decode_query_len > config.num_speculative_tokens:
-            original(self)
-            _usual_batches(self)
-            _offer_each_length(self)
-        else:  # the draft's own passes: no k changes how many tokens these read
+            return
+        if self.decode_query_len <= config.num_speculative_tokens:  # the draft's own passes read as many for every k
             self.vllm_config = copy(config)
             self.vllm_config.speculative_config = copy(config.speculative_config)
             self.vllm_config.speculative_config.num_speculative_tokens_per_batch_size = None
-            try:
-                original(self)
-            finally:
-                self.vllm_config = config
+        try:
+            original(self)
+        finally:
+            self.vllm_config = config
+        _usual_batches(self)
+        _offer_each_length(self)
 
     return _init_candidates
 
@@ -90,7 +89,9 @@ def _usual_batches(manager: Any) -> None:
     """Give each k full graphs for as many requests as plain decoding has them for, and for the most that fit.
 
     vLLM rounds each size in tokens up to a multiple of k + 1: with k = 7 and its own sizes these are 375 graphs in place of 168,
-    each of which takes memory, and yet none for four requests of three tokens.
+    each of which takes memory, and yet none for four requests of three tokens. Nor has it one for more requests than the last
+    size that the engine takes: of twelve at most nine to twelve would run the draft's own passes, for which there are no
+    piecewise graphs, without any.
     """
     sizes, most_tokens = (
         manager.compilation_config.cudagraph_capture_sizes,
