@@ -162,6 +162,7 @@ def examine_patches() -> tuple[Diagnosis, ...]:
     """Apply the repairs that this build of vLLM may need in this process, and say what became of each."""
     try:
         from spec_plugin.engine.vllm.repairs.draft_noise import NOISE_PATCHES
+        from spec_plugin.engine.vllm.repairs.draft_passes import PASS_PATCHES
         from spec_plugin.engine.vllm.repairs.graphs import GRAPH_PATCHES
         from spec_plugin.engine.vllm.repairs.on_cpu import apply_cpu_patches, cpu_repairs, on_cpu
         from spec_plugin.engine.vllm.repairs.patches import apply_each
@@ -170,7 +171,7 @@ def examine_patches() -> tuple[Diagnosis, ...]:
             cpu_repairs().register_kernels()
             statuses = apply_cpu_patches()
         else:
-            statuses = apply_each((*GRAPH_PATCHES, *NOISE_PATCHES))
+            statuses = apply_each((*GRAPH_PATCHES, *PASS_PATCHES, *NOISE_PATCHES))
     except PatchError as error:
         return (Diagnosis("patches", "fail", str(error), "use a vLLM of the range that spec-plugin declares"),)
     except SpecConfigError as error:

@@ -1,7 +1,6 @@
-"""What a step costs of the draft, by the k that the table says: V1 runs k passes, V2 of vLLM 0.29 all of ``spec.k``, paused none.
+"""What a step costs of the draft, by the k that the table says: k passes, and none while it is paused.
 
-docs/support/limits.md says so with these numbers. vLLM 0.32 hands k on to the draft: where the test of V2 fails for that, the
-sentence and the test can go.
+V2 of vLLM 0.29 itself runs ``spec.k`` of them (``repairs/draft_passes.py``); vLLM 0.32 hands k on to the draft.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import runner
 import small
 from method_engines import K, engine_with, method_of, set_k
 
@@ -48,4 +46,4 @@ def test_passes_of_the_draft_by_k(target, config, greedy_reference, tmp_path):
         assert small.greedy(llm) == greedy_reference
         found[k] = small.rpc(llm, take_passes)
         print(f"k={k}: {found[k]:.2f} passes of the draft a step")
-    assert found == {k: (K if runner.V2 else k) if k else 0 for k in found}, "none while the draft is paused"
+    assert found == {k: k for k in found}, "none while the draft is paused"

@@ -32,6 +32,7 @@ from spec_plugin.engine.vllm.capabilities import find_draft
 from spec_plugin.engine.vllm.repairs import patches
 from spec_plugin.engine.vllm.repairs.adapters import ADAPTER_PATCHES
 from spec_plugin.engine.vllm.repairs.draft_noise import NOISE_PATCHES
+from spec_plugin.engine.vllm.repairs.draft_passes import PASS_PATCHES
 from spec_plugin.engine.vllm.repairs.draft_temperature import (
     TEMPERATURE_PATCHES,
     refuse_untempered,
@@ -88,6 +89,8 @@ class SpecWorkerExtension:
             check_running_config(vllm_config.speculative_config)
             if getattr(vllm_config, "lora_config", None) is not None:
                 patches.apply_each(ADAPTER_PATCHES, skip)
+            if v2:
+                patches.apply_each(PASS_PATCHES, skip)
             if v2 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
                 patches.apply_each(GRAPH_PATCHES, skip)
             if _samples(vllm_config):

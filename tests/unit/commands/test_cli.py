@@ -147,16 +147,17 @@ def test_a_patch_that_no_longer_fits_is_a_failure_with_its_text(monkeypatch):
     assert finding.state == "fail" and finding.detail == "the symbol changed" and finding.fix
 
 
-def test_on_a_gpu_the_repairs_of_its_graphs_and_of_its_drafts_noise_are_tried(monkeypatch):
-    from spec_plugin.engine.vllm.repairs import draft_noise, graphs, on_cpu, patches
+def test_on_a_gpu_the_repairs_of_its_graphs_and_of_its_drafts_passes_and_noise_are_tried(monkeypatch):
+    from spec_plugin.engine.vllm.repairs import draft_noise, draft_passes, graphs, on_cpu, patches
 
     monkeypatch.setattr(on_cpu, "on_cpu", lambda: False)
     try:
         findings = doctor.examine_patches()
     finally:
-        for patch in (*graphs.GRAPH_PATCHES, *draft_noise.NOISE_PATCHES):
+        for patch in (*graphs.GRAPH_PATCHES, *draft_passes.PASS_PATCHES, *draft_noise.NOISE_PATCHES):
             patches.revert(patch)
-    assert [(f.name, f.state) for f in findings] == [("graphs_of_every_k", "ok"), ("draft_noise", "ok")]
+    names = ["graphs_of_every_k", "draft_passes_asked", "draft_passes_run", "draft_passes_apart", "draft_noise"]
+    assert [(f.name, f.state) for f in findings] == [(name, "ok") for name in names]
     assert all(f.detail.startswith(("in force: ", "not needed: ")) for f in findings)
 
 
