@@ -239,6 +239,16 @@ def test_v2_with_full_graphs_is_faster_and_programs_are_told_the_runner() -> Non
     assert v2 > v1 and found[0]["rows"][0] == found[1]["rows"][0]
 
 
+def test_how_hopeful_it_was_of_other_systems_is_what_the_benchmark_found() -> None:
+    results = json.loads((ROOT / "examples" / "bench" / "results" / "projection.json").read_text())["results"]
+    alone = [row for row in results if row["how"] == "predicted from sizes alone" and ", k=3," in row["name"]]
+    known, said = (
+        " and ".join(f"{row[key]:.{digits}f}x" for row in alone) for key, digits in (("known", 2), ("predicted", 1))
+    )
+    text = run_command("--acceptance", "3=2.8", "--k", "3")[1]
+    assert f"{known} where this, without the flag's own cost, says {said}" in text
+
+
 def test_a_card_that_was_never_measured_is_said_to_rest_on_its_data_sheet() -> None:
     assert "for H200 there is its data sheet" in run_command("--acceptance", "3=2.8", "--k", "3", "--card", "H200")[1]
     assert "there is its data sheet" not in run_command("--acceptance", "3=2.8", "--k", "3")[1]
