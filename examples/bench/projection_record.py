@@ -282,10 +282,9 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _counted(rows: Sequence[Row]) -> str:
     near, close = (sum(abs((row.ratio or 0.0) - 1) <= most for row in rows) for most in (0.1, FAR))
-    inside = sum(row.inside for row in rows)
-    return (
-        f"of {len(rows)} rows {near} within 10 %, {close} within 25 %, {len(rows) - close} not; {inside} in the range"
-    )
+    ranged = [row for row in rows if row.predicted and row.predicted.low < row.predicted.high]
+    inside = f"{sum(row.inside for row in ranged)} of {len(ranged)} in their range"
+    return f"of {len(rows)} rows {near} within 10 %, {close} within 25 %, {len(rows) - close} not; {inside}"
 
 
 def _measured(spread: Mapping[str, float]) -> str:
