@@ -280,7 +280,7 @@ def seconds_of(question: Question, k: int, pinned: Mapping[str, float]) -> float
 
 def answers(question: Question, pinned: Mapping[str, float], draws: int) -> dict[int, ProjectedRow]:
     """The rows of a projection, by k; of engines that are not the flag's."""
-    return {row.k: row for row in project(question, Overrides(pinned={"flag_s": 0.0, **pinned}), draws).rows}
+    return {row.k: row for row in project(question, Overrides(pinned={"piecewise_s": 0.0, **pinned}), draws).rows}
 
 
 # ------------------------------------------------------------------------------------------------------ their 235B

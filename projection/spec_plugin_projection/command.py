@@ -16,6 +16,7 @@ from rich.console import Console
 from spec_plugin.api.config import SpecConfig
 from spec_plugin.api.errors import SpecConfigError, SpecPluginError
 from spec_plugin.commands.terminal import Refused, echo, visible
+from spec_plugin.plan.model_runner import A_TRAINED_DRAFT, Cluster
 from spec_plugin.step_cost.model import CostModel
 from spec_plugin_projection.evidence import read_calibration, read_run
 from spec_plugin_projection.hardware import find_card
@@ -26,7 +27,7 @@ from spec_plugin_projection.projecting import FAR, Overrides, Question, check_ac
 from spec_plugin_projection.projecting import project as answer_to
 from spec_plugin_projection.roofline import Deployment
 from spec_plugin_projection.shapes import find_model
-from spec_plugin_projection.table import limitations, question_lines, rows_table, sources, to_json
+from spec_plugin_projection.table import LEGEND, limitations, question_lines, rows_table, runner_lines, sources, to_json
 
 _HELP = """What would the flag do for this model on these GPUs? A projection, with ranges and sources.
 
@@ -68,6 +69,7 @@ _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 )
 @click.option("--dtype", default="bf16", type=click.Choice(list(_BYTES)), help="Of the engine's weights.")
 @click.option("--kv-dtype", default="bf16", type=click.Choice(list(_BYTES)), help="Of its KV cache.")
+@click.option("--vllm", default="", help="vLLM's release there, such as 0.26; default: the one that is installed here.")
 @click.option("--seats", default=256, help="Most requests of one engine at once (max_num_seqs).")
 @click.option("--lag", default=0, help="Policy versions that rollouts are ahead; 0: synchronous.")
 @click.option("--train-gpus", type=int, help="GPUs that train, if they are not those that generate.")
@@ -102,15 +104,17 @@ def project(**options: Any) -> None:
     if options["as_json"]:
         echo(json.dumps(to_json(question, answer), indent=1))
         return
+    engine = () if known.cost is not None else runner_lines(_cluster(options))
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     for title, lines in (
-        ("deployment", question_lines(question, answer, known.cost is not None)),
+        ("deployment", (*question_lines(question, answer, known.cost is not None), *engine)),
         ("", ()),
         ("sources", sources(question, answer.measured, known.cost is not None)),
         ("not covered", limitations(question)),
     ):
         if not title:
             console.print(rows_table(question, answer))
+            console.print(f"  {LEGEND}", markup=False)
             continue
         console.print(f"[bold]{title}[/bold]")
         for line in lines:
@@ -152,12 +156,17 @@ def read(options: Mapping[str, Any]) -> tuple[Question, Overrides]:
         train_gpus=options["train_gpus"],
         logprob_passes=options["logprob_passes"],
         draft_share=share,
+        full_graphs=_cluster(options).runner_of(A_TRAINED_DRAFT).v2,
     )
     deployment.cache_tokens()  # does it fit at all
     if given:
         measured = replace(measured, acceptance={})
     cost = _calibrated(options["calibration"], deployment) if options["calibration"] else None
     return question, Overrides(cost=cost, measured=measured)
+
+
+def _cluster(options: Mapping[str, Any]) -> Cluster:
+    return Cluster(find_card(options["card"]).name, options["vllm"])
 
 
 def _calibrated(file: Path, deployment: Deployment) -> CostModel:

@@ -1,14 +1,13 @@
 """What no data sheet says: how much of a card's peak is reached, and what each step costs beside arithmetic.
 
-Every constant has a typical value, a range, and its source. The typical ones of a decoding step are those that were fitted to
-vLLM 0.10.1 on an H100 with Llama-3.1-8B, by "Speculative Decoding: Performance or Illusion?" (arXiv 2601.11580), whose
-simulator (github.com/SpecDecode-Bench/simulator, ``predictor.py``) states a step as 5.886 ms + 21.01 us a token + 39.26 ns a
-token of the KV cache + 1.207 ms of overhead, and three draft passes as 2.135 ms.
+Every constant has a typical value, a range, and its source. What is reached of an H100's peaks was fitted to vLLM 0.10.1 with
+Llama-3.1-8B, by "Speculative Decoding: Performance or Illusion?" (arXiv 2601.11580), whose simulator
+(github.com/SpecDecode-Bench/simulator, ``predictor.py``) states a step as 5.886 ms + 21.01 us a token + 39.26 ns a token of the
+KV cache + 1.207 ms of overhead, and three draft passes as 2.135 ms. What is beside it is our own H100's, with vLLM 0.26.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -24,11 +23,17 @@ class Constant:
     meaning: str
     source: str
 
-    def drawn(self, rng: Random) -> float:
-        """A value of the range, each order of magnitude as likely: nothing is known of where another engine lies in it."""
-        return math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+    def at(self, place: float) -> float:
+        """A value of the range, 0 for its low end, 0.5 for the typical value, 1 for its high end; logarithmic between them."""
+        low, high, here = (
+            (self.low, self.typical, 2 * place) if place < 0.5 else (self.typical, self.high, 2 * place - 1)
+        )
+        return float(low ** (1 - here) * high**here)
 
 
+#: the one card on which vLLM with the flag was measured
+MEASURED_ON = "H100"
+_CARD = "vLLM 0.26, H100, 8B: examples/bench/results/card-h100-vllm0.26.md"
 _MEASURED = "arXiv 2601.11580, its simulator: vLLM, H100, Llama-3.1-8B"
 
 #: name of a field of ``Constants`` -> what is known of it
@@ -46,34 +51,43 @@ KNOWN: dict[str, Constant] = {
         f"{_MEASURED}: 131072 bytes in 39.26 ns",
     ),
     "products_reached": Constant(
-        *(0.07, 0.72, 0.85),
+        *(0.12, 0.72, 0.85),
         "of the peak FLOP/s",
         "in forward passes of the engine",
         f"{_MEASURED}: 15.0 GFLOP in 21.01 us; low: what fits NeMo RL's rollouts on GB200, examples/bench/projection.py",
     ),
     "hidden": Constant(
-        *(0.001, 0.01, 0.50),
+        *(0.01, 0.50, 1.00),
         "of the shorter one",
         "of reading and multiplying, that is hidden behind the longer one",
-        f"{_MEASURED}: a step grows with its tokens from the first one on; 1 would be the ideal of Williams et al., 2009",
+        f"{_CARD}: what 127 more requests add to a plain step is half of their multiplying; low: {_MEASURED}, whose steps grow "
+        "with their tokens from the first one on; high: the ideal of Williams et al., 2009",
     ),
     "step_s": Constant(
-        *(0.6e-3, 1.2e-3, 3.0e-3),
+        *(0.5e-3, 0.7e-3, 2.4e-3),
         "s",
         "of each step: scheduling, sampling, what the host does between them",
-        f"{_MEASURED}: 1.207 ms; range: another host, twice and half",
+        f"{_CARD}: a plain step of one request, 6.65 ms, less reading; high: twice the 1.207 ms of {_MEASURED}",
     ),
     "draft_pass_s": Constant(
-        *(0.10e-3, 0.15e-3, 1.0e-3),
+        *(0.04e-3, 0.10e-3, 1.0e-3),
         "s",
         "of each draft pass beside reading and multiplying",
-        f"{_MEASURED}: (2.135 - 1.75 ms) / 3; high: passes without a graph, whose kernels the host launches one by one",
+        f"between 0.04 ({_CARD}: seven passes in full graphs, 5.2 ms) and 0.13 ms ({_MEASURED}: (2.135 - 1.75 ms) / 3); high: "
+        "passes without a graph, whose kernels the host launches one by one",
     ),
-    "flag_s": Constant(
-        *(0.5e-3, 2.0e-3, 8.0e-3),
+    "piecewise_s": Constant(
+        *(0.5e-3, 2.5e-3, 8.0e-3),
         "s",
-        "of each step of an engine with the flag, drafting or not: V1 and piecewise graphs where the plain one has V2",
-        "examples/bench/results/card-h100*.md, 8B on an H100: 1.4 to 3.5 ms at k=0 with vLLM 0.26, up to 9 ms drafting with 0.24",
+        "of each step with the flag on vLLM's V1 runner, drafting or not: piecewise graphs, not full ones",
+        f"{_CARD}: 1.4 to 3.5 ms at k=0, 2.5 to 5.3 drafting; high: up to 9 ms drafting with vLLM 0.24",
+    ),
+    "full_graphs_s": Constant(
+        *(0.05e-3, 0.3e-3, 2.5e-3),
+        "s",
+        "of each step with the flag on vLLM's V2 runner, whose graphs are full",
+        "an estimate: nobody has measured V2 with a k that changes; with full graphs of one k on V1 an H100 showed none; high: "
+        "as if they were piecewise",
     ),
     "verification_reads": Constant(
         *(0.001, 0.02, 0.3),
@@ -124,7 +138,8 @@ class Constants:
     hidden: float
     step_s: float
     draft_pass_s: float
-    flag_s: float
+    piecewise_s: float
+    full_graphs_s: float
     verification_reads: float
     hop_s: float
     link_reached: float
@@ -138,9 +153,22 @@ class Constants:
         return cls(**{name: constant.typical for name, constant in KNOWN.items()})
 
     @classmethod
-    def drawn(cls, rng: Random) -> Constants:
-        """Every constant drawn from its range, independently."""
-        return cls(**{name: constant.drawn(rng) for name, constant in KNOWN.items()})
+    def draws(cls, count: int, rng: Random) -> list[Constants]:
+        """So many sets: of each constant one value of each equal share of its range (a Latin hypercube), combined at random."""
+        values = {}
+        for name, constant in KNOWN.items():
+            places = [(i + rng.random()) / count for i in range(count)]
+            rng.shuffle(places)
+            values[name] = [constant.at(place) for place in places]
+        return [cls(**{name: drawn[i] for name, drawn in values.items()}) for i in range(count)]
+
+    def with_the_flag(self, full_graphs: bool) -> Constants:
+        """Of an engine with the flag, whose every step takes longer.
+
+        Args:
+            full_graphs: has it full CUDA graphs, as vLLM's V2 runner; else piecewise ones.
+        """
+        return self.but(step_s=self.step_s + (self.full_graphs_s if full_graphs else self.piecewise_s))
 
     def but(self, **known: float) -> Constants:
         """A copy with these values in place of its own."""

@@ -47,6 +47,7 @@ class Question:
     train_gpus: int | None = None  # None: the GPUs that generate also train
     logprob_passes: int = 1
     draft_share: float = 0.0  # of the time of a plain step, for draft training
+    full_graphs: bool = False  # has the engine with the flag full CUDA graphs: vLLM's V2 runner
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -159,6 +160,14 @@ class Estimate:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Of so many draws; of fewer than three their whole range."""
+        if len(values) < 3:
+            return cls(median(values), min(values), max(values))
+        low, *_, high = quantiles(values, n=20, method="inclusive")
+        return cls(median(values), low, high)
+
     def text(self, form: str = ".2f", unit: str = "") -> str:
         """``typical (low-high)``, each in this format."""
         return f"{self.typical:{form}}{unit} ({self.low:{form}}-{self.high:{form}})"
@@ -224,9 +233,8 @@ def project(question: Question, known: Overrides | None = None, draws: int | Non
     chances = chances_through(question.acceptance)
     rng = Random(question.seed)
     found = [_Draw(question, known, Constants.typical().but(**known.pinned), question.seed).outcomes(chances)]
-    for i in range(question.draws if draws is None else draws):
-        constants = Constants.drawn(rng).but(**known.pinned)
-        found.append(_Draw(question, known, constants, question.seed + 1 + i).outcomes(chances))
+    for i, drawn in enumerate(Constants.draws(question.draws if draws is None else draws, rng)):
+        found.append(_Draw(question, known, drawn.but(**known.pinned), question.seed + 1 + i).outcomes(chances))
     rows = tuple(_row(k, found) for k in found[0])
     plain = [draw[0].stages for draw in found]
     stages = Stages(**{stage.name: median(getattr(one, stage.name) for one in plain) for stage in fields(Stages)})
@@ -275,8 +283,7 @@ class _Draw:
         self.question, self.times, self.seed = question, known.measured.times, seed
         held = question.prompt + question.lengths.mean / 2
         seen = self.times.break_even if self.times else {}
-        flagged = constants.but(step_s=constants.step_s + constants.flag_s)
-        flagged = draft_pass_from(question.deployment, flagged, seen, held)
+        flagged = draft_pass_from(question.deployment, constants.with_the_flag(question.full_graphs), seen, held)
         self.constants = constants
         lengths = question.lengths.drawn(question.responses, np.random.default_rng(seed))
         seats = max_running(question, known.cost)
@@ -343,17 +350,10 @@ def _row(k: int, found: Sequence[Mapping[int, DrawResult]]) -> ProjectedRow:
     return ProjectedRow(
         k,
         mine[0].tokens,
-        _span([o.phase.seconds for o in mine]),
-        _span([p.phase.seconds / o.phase.seconds for p, o in zip(plain, mine, strict=True)]),
-        _span([o.step for o in mine]),
-        _span([p.step / o.step for p, o in zip(plain, mine, strict=True)]),
-        _span([o.exposed for o in mine]),
+        Estimate.of([o.phase.seconds for o in mine]),
+        Estimate.of([p.phase.seconds / o.phase.seconds for p, o in zip(plain, mine, strict=True)]),
+        Estimate.of([o.step for o in mine]),
+        Estimate.of([p.step / o.step for p, o in zip(plain, mine, strict=True)]),
+        Estimate.of([o.exposed for o in mine]),
         mine[0].table,
     )
-
-
-def _span(values: Sequence[float]) -> Estimate:
-    if len(values) < 3:
-        return Estimate(median(values), min(values), max(values))
-    low, *_, high = quantiles(values, n=20, method="inclusive")
-    return Estimate(median(values), low, high)

@@ -10,13 +10,20 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_plugin.api.speculation import in_words
-from spec_plugin_projection.constants import KNOWN
+from spec_plugin.commands.graphs import graphs_of
+from spec_plugin.plan.model_runner import A_TRAINED_DRAFT, Cluster
+from spec_plugin.plan.sources import folder_of
+from spec_plugin_projection.constants import KNOWN, MEASURED_ON
 from spec_plugin_projection.measured import Measured
 from spec_plugin_projection.projecting import AUTO, Estimate, ProjectedRow, Projection, Question
 
 #: of the JSON: raised when a key is taken away or gets another meaning
 SCHEMA = 1
 _ALL_K = {0: "plain", AUTO: "by batch size"}
+#: of the table's numbers
+LEGEND = (
+    "x: times as fast as plain, without the flag; the median of draws of what is below, in brackets nine of ten of them"
+)
 #: constants that are not of the engine
 _TRAINERS = {"training_reached", "recomputation", "prepare_s"}
 
@@ -51,31 +58,44 @@ def _seconds(span: Estimate) -> str:
 def question_lines(question: Question, answer: Projection, calibrated: bool) -> Iterator[str]:
     """What is projected, as it was understood; a line each."""
     d = question.deployment
-    split = f"{question.engines} engines of {d.tp}" + (f", experts over {d.ep}" if d.ep > 1 else "")
+    split = f"{question.engines} engines of {d.tp} GPU{'s' * (d.tp > 1)}"
+    split += f", experts over {d.ep}" if d.ep > 1 else ""
     trainer = "the same" if question.train_gpus is None else f"{question.train_gpus} others"
-    sizes = f"{d.model.parameters / 1e9:.4g}B, {d.model.active_parameters / 1e9:.3g}B for a token"
+    ahead = f"rollouts {question.lag} policy versions ahead" if question.lag else "rollouts and training in turn"
+    sizes = f"{d.model.parameters / 1e9:.4g}B parameters, of which a token uses {d.model.active_parameters / 1e9:.3g}B"
     yield f"{d.model.name} ({d.model.source}; {sizes})"
-    yield f"on {question.gpus} {d.card.name}: {split}; trained on {trainer}, lag {question.lag}"
+    yield f"on {question.gpus} {d.card.name}: {split}; trained on {trainer}, {ahead}"
+    full = "what its KV cache holds" if answer.seats < question.seats else "--seats"
     yield (
-        f"{question.batch} responses a step, {question.group} to a prompt of {question.prompt} tokens; "
-        f"lengths: {question.lengths.described}; at most {answer.seats} at once in an engine"
+        f"{question.batch} responses a step, {question.group} to each prompt of {question.prompt} tokens; "
+        f"lengths: {question.lengths.described}; an engine runs at most {answer.seats} at once ({full})"
     )
     lengths = ", ".join(f"k={k}: {length:.3g}" for k, length in sorted(question.acceptance.items()))
-    yield f"acceptance length: {lengths}; between and beyond, the acceptance rate of the nearest position"
+    yield f"tokens a step: {lengths}; for another k each token is accepted as often as the nearest one of these"
     s = answer.stages
     yield (
         f"plain step: {s.prepare:.3g} s weight sync, {s.generation:.4g} s rollouts ({answer.phase.tail:.0%} of the "
         f"tokens in the last eighth of the batch), {s.logprob:.3g} s log-probs, {s.training:.3g} s training"
     )
-    low, high = KNOWN["flag_s"].low, KNOWN["flag_s"].high
-    yield (
-        f"with the flag each step takes {1e3 * low:g} to {1e3 * high:g} ms longer, drafting or not (V1 and piecewise graphs for "
-        "V2 and full ones, as on an H100 with vLLM 0.24 and 0.26: 0.72x with a mediocre draft at batch 16)"
-        if not calibrated
-        else "plain: the calibrated engine, its draft paused; without the flag steps were 1.04 to 1.6 times as fast on an H100"
-    )
+    if calibrated:
+        yield "plain: the calibrated engine, its draft paused; without the flag steps were 1.04 to 1.6 times as fast on an H100"
     chosen = next(row.table for row in answer.rows if row.k == AUTO)
     yield f"by batch size of one engine: {in_words(chosen)}" if any(chosen) else "by batch size: drafting does not pay"
+
+
+def runner_lines(cluster: Cluster) -> Iterator[str]:
+    """Which model runner and CUDA graphs the engine with the flag is taken to have, as ``spec-plugin check`` says it."""
+    runner = cluster.runner_of(A_TRAINED_DRAFT)
+    none = (
+        ""
+        if cluster.vllm or folder_of("vllm")
+        else "; no vLLM is installed here: taken for 0.25 or later, --vllm names another"
+    )
+    yield f"model runner: {runner.words}{none}"
+    yield f"CUDA graphs: {graphs_of(runner, cluster)}"
+    cost = KNOWN["full_graphs_s" if runner.v2 else "piecewise_s"]
+    guess = ", an estimate: nobody has measured V2 on a card with a k that changes" if runner.v2 else ""
+    yield f"with the flag each step takes {1e3 * cost.low:g} to {1e3 * cost.high:g} ms longer, drafting or not{guess}"
 
 
 def sources(question: Question, measured: Measured, calibrated: bool) -> Iterator[str]:
@@ -93,6 +113,7 @@ def sources(question: Question, measured: Measured, calibrated: bool) -> Iterato
             "engine is used"
         )
         replaced = set(KNOWN) - _TRAINERS
+    replaced.add("piecewise_s" if question.full_graphs else "full_graphs_s")
     if times is not None:
         replaced |= {"draft_pass_s"} if times.break_even else set()
         replaced |= {"prepare_s"} if times.prepare_s is not None else set()
@@ -109,10 +130,15 @@ def limitations(question: Question) -> Iterator[str]:
     """What the ranges do not cover; a line each."""
     yield "acceptance is assumed to be the same for short and long responses; in a run, that of the longest decides"
     yield "ranges cover the constants and the draw of responses, not the batch, lengths and acceptance that you gave"
+    card = question.deployment.card.name
+    other = f"; for {card} there is its data sheet, at the shares of the peak that the {MEASURED_ON} reached"
     yield (
-        "the value before a range is the median of the draws, nine of ten lie in it; RL runs of another system came out below "
-        "(arXiv 2604.26779, 32 GB200, k=3: 1.77x and 1.53x where this, without the flag's own cost, says 2.2x and 1.9x, see "
-        "examples/bench)"
+        f"vLLM with the flag was measured on one {MEASURED_ON} alone, with an 8B: docs/reference/projection-record.md has each "
+        f"row beside what this says of it{'' if card == MEASURED_ON else other}"
+    )
+    yield (
+        "RL runs of another system came out below (arXiv 2604.26779, 32 GB200, k=3: 1.77x and 1.53x where this, without the "
+        "flag's own cost, says 2.4x and 2.0x, see examples/bench)"
     )
     if question.deployment.ep > question.deployment.tp:
         yield "experts are assumed to be used evenly, and engines that share them never to wait for each other"
@@ -138,6 +164,7 @@ def to_json(question: Question, answer: Projection) -> dict[str, Any]:
             "acceptance": {str(k): v for k, v in question.acceptance.items()},
             "lag": question.lag,
             "train_gpus": question.train_gpus,
+            "vllm_runner": "V2" if question.full_graphs else "V1",
         },
         "plain": asdict(answer.stages),
         "rows": [

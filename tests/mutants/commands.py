@@ -321,9 +321,9 @@ MUTATIONS = (
     ),
     Mutation(
         _PROJECTING,
-        "_span",
-        "return Estimate(median(values), low, high)",
-        "return Estimate(max(values), low, high)",
+        "Estimate.of",
+        "return cls(median(values), low, high)",
+        "return cls(max(values), low, high)",
         "a projection prints what the most favourable constants give as typical",
         ("test_projection.py::test_what_is_printed_first_is_the_median_of_the_draws_and_the_range_holds_nine_of_ten",),
     ),
@@ -334,6 +334,14 @@ MUTATIONS = (
         "self._phase(self.plain, chances, table) if k else plain",
         "a projection leaves out what the flag costs by itself",
         ("test_projection.py::test_a_draft_that_is_never_right_only_costs",),
+    ),
+    Mutation(
+        _COMMAND,
+        "read",
+        "_cluster(options).runner_of(A_TRAINED_DRAFT).v2",
+        "False",
+        "a projection assumes another model runner than a check of the same run",
+        ("test_projection_command.py",),
     ),
     Mutation(
         _PROJECTING,

@@ -21,7 +21,6 @@ from spec_plugin_projection.projecting import (
     Estimate,
     Overrides,
     Question,
-    _span,
     chances_through,
     max_running,
     project,
@@ -179,9 +178,9 @@ def published(batch: int, k: int, context: int) -> float:
 @pytest.mark.parametrize("batch", [1, 8, 32, 64])
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
 @pytest.mark.parametrize("context", [500, 4000])
-def test_steps_are_within_an_eighth_of_those_measured_on_an_h100(batch: int, k: int, context: int) -> None:
+def test_steps_are_within_a_sixth_of_those_that_vllm_0_10_took_on_an_h100(batch: int, k: int, context: int) -> None:
     seconds = roofline("Llama-3.1-8B").seconds(batch, k, context=context)
-    assert seconds == pytest.approx(published(batch, k, context), rel=0.125)
+    assert seconds == pytest.approx(published(batch, k, context), rel=1 / 6)
 
 
 steps = st.tuples(
@@ -405,7 +404,7 @@ def test_no_rollout_is_faster_than_the_tokens_of_a_step_allow_and_no_step_faster
 
 
 def test_where_drafting_and_verifying_cost_nothing_the_speedup_is_the_acceptance_length() -> None:
-    free = {"step_s": 1.0, "draft_pass_s": 1e-9, "flag_s": 0.0}  # the host alone takes time
+    free = {"step_s": 1.0, "draft_pass_s": 1e-9, "piecewise_s": 0.0}  # the host alone takes time
     row = next(r for r in project(asked(), Overrides(pinned=free), draws=0).rows if r.k == 3)
     assert row.rollout_speedup.typical == pytest.approx(2.8, rel=0.03)
 
@@ -413,11 +412,11 @@ def test_where_drafting_and_verifying_cost_nothing_the_speedup_is_the_acceptance
 def test_a_draft_that_is_never_right_only_costs() -> None:
     answer = project(asked(acceptance={3: 1.0}), draws=0)
     assert all(row.rollout_speedup.typical < 1 for row in answer.rows if row.k > 0)
-    free = project(asked(acceptance={3: 1.0}), Overrides(pinned={"flag_s": 0.0}), draws=0)
+    free = project(asked(acceptance={3: 1.0}), Overrides(pinned={"piecewise_s": 0.0}), draws=0)
     auto, auto_free = (next(row for row in one.rows if row.k == AUTO) for one in (answer, free))
     assert not any(auto.table) and auto_free.rollout_speedup.typical == 1.0
-    # no k pays, and yet each step takes 2 ms longer: 8 to 10 ms without the flag
-    assert auto.rollout_speedup.typical == pytest.approx(0.82, abs=0.03)
+    # no k pays, and yet each step takes 2.5 ms longer: 8 to 10 ms without the flag
+    assert auto.rollout_speedup.typical == pytest.approx(0.77, abs=0.03)
 
 
 def test_k_by_batch_size_is_no_slower_than_the_best_k_that_it_may_choose() -> None:
@@ -530,9 +529,9 @@ def test_the_typical_value_lies_in_its_range_and_ranges_are_no_points() -> None:
 
 def test_what_is_printed_first_is_the_median_of_the_draws_and_the_range_holds_nine_of_ten() -> None:
     """Once it was what the most favourable constants give: 2.03, where 95 of 100 draws lie below."""
-    spread = _span([float(i) for i in (100, *range(100))])
+    spread = Estimate.of([float(i) for i in (100, *range(100))])
     assert (spread.typical, spread.low, spread.high) == (50.0, 5.0, 95.0)
-    assert _span([3.0, 1.0]) == Estimate(2.0, 1.0, 3.0)
+    assert Estimate.of([3.0, 1.0]) == Estimate(2.0, 1.0, 3.0)
 
 
 def test_cards_of_other_makers_and_of_china_have_their_data_sheets_numbers() -> None:
@@ -629,7 +628,7 @@ def test_a_measured_break_even_is_met_by_the_draft_pass() -> None:
 def timed(generation_s: float) -> Overrides:
     work = Work(responses=256, mean=2000, longest=8000, prompt=512)
     times = StepTimes(work, generation_s, 0, {}, 1e-6, 2e-6, 5.0)
-    return Overrides(pinned={"flag_s": 0.0}, measured=Measured(times=times))
+    return Overrides(pinned={"piecewise_s": 0.0}, measured=Measured(times=times))
 
 
 def test_what_a_run_of_this_deployment_took_takes_the_place_of_what_is_projected() -> None:
@@ -648,7 +647,7 @@ def test_what_a_run_of_this_deployment_took_takes_the_place_of_what_is_projected
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
 def test_the_times_of_a_run_of_something_else_are_not_taken_and_that_is_said(factor: float) -> None:
-    plain = project(asked(), Overrides(pinned={"flag_s": 0.0}), draws=0)
+    plain = project(asked(), Overrides(pinned={"piecewise_s": 0.0}), draws=0)
     answer = project(asked(), timed(factor * plain.stages.generation), draws=0)
     assert answer.rows == plain.rows
     assert answer.measured.times is None and "it was another deployment" in answer.measured.refused

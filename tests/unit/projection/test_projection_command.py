@@ -89,6 +89,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
         (["--acceptance", "3=nan"], "--acceptance 3=nan"),
         (["--acceptance", "3=2,3=2.5"], "k=3 was given 2 tokens before"),
         (["--lengths", "50=1000,100=500000"], "do not fit into the KV cache of an engine on 1 H100"),
+        (["--vllm", "new"], "--vllm new: give a release"),
         (["--batch", "70000"], "at most 65536 responses are simulated"),
     ],
 )
@@ -215,12 +216,42 @@ def test_a_toys_calibration_is_not_taken_for_an_8b_on_an_h100(tmp_path: Path) ->
     assert code == 2 and "times what those of Qwen3-8B on 1 H100 take by the data sheet" in text, text
 
 
-def test_what_the_flag_costs_by_itself_is_a_line() -> None:
-    code, text = run_command("--acceptance", "3=2.8", "--k", "3")
-    assert (
-        code == 0
-        and "with the flag each step takes 0.5 to 8 ms longer, drafting or not (V1 and piecewise graphs" in text
+@pytest.mark.parametrize(("vllm", "runner", "cost"), [("0.24", "V1", "0.5 to 8 ms"), ("0.26", "V2", "0.05 to 2.5 ms")])
+def test_runner_and_graphs_are_those_that_check_names_and_so_is_what_the_flag_costs(
+    vllm: str, runner: str, cost: str
+) -> None:
+    code, text = run_command("--acceptance", "3=2.8", "--k", "3", "--vllm", vllm)
+    assert code == 0 and f"model runner: {runner}" in text
+    check = CliRunner().invoke(main, ["check", "--card", "H100", "--vllm", vllm, "openrlhf"]).output.splitlines()
+    for name in ("model runner", "CUDA graphs"):
+        said = next(line.strip() for line in check if line.strip().startswith(name))
+        assert f"{name}: {said.removeprefix(name).strip()}" in text
+    assert f"with the flag each step takes {cost} longer, drafting or not" in text
+    assert ("nobody has measured V2 on a card" in text) == (runner == "V2")
+
+
+def test_v2_with_full_graphs_is_faster_and_programs_are_told_the_runner() -> None:
+    found = [
+        json.loads(run_command("--acceptance", "3=2.8", "--k", "3", "--json", "--vllm", v)[1]) for v in ("0.24", "0.26")
+    ]
+    assert [one["asked"]["vllm_runner"] for one in found] == ["V1", "V2"]
+    v1, v2 = (one["rows"][1]["rollout_speedup"]["typical"] for one in found)
+    assert v2 > v1 and found[0]["rows"][0] == found[1]["rows"][0]
+
+
+def test_how_hopeful_it_was_of_other_systems_is_what_the_benchmark_found() -> None:
+    results = json.loads((ROOT / "examples" / "bench" / "results" / "projection.json").read_text())["results"]
+    alone = [row for row in results if row["how"] == "predicted from sizes alone" and ", k=3," in row["name"]]
+    known, said = (
+        " and ".join(f"{row[key]:.{digits}f}x" for row in alone) for key, digits in (("known", 2), ("predicted", 1))
     )
+    text = run_command("--acceptance", "3=2.8", "--k", "3")[1]
+    assert f"{known} where this, without the flag's own cost, says {said}" in text
+
+
+def test_a_card_that_was_never_measured_is_said_to_rest_on_its_data_sheet() -> None:
+    assert "for H200 there is its data sheet" in run_command("--acceptance", "3=2.8", "--k", "3", "--card", "H200")[1]
+    assert "there is its data sheet" not in run_command("--acceptance", "3=2.8", "--k", "3")[1]
 
 
 def test_what_the_controller_saves_with_a_checkpoint_is_a_calibration(tmp_path: Path) -> None:
