@@ -157,7 +157,7 @@ def test_the_parts_stay_within_the_minutes_of_a_card(tmp_path, capsys) -> None:
 
     def command(of: record.Record) -> list[str]:
         asked[of.content["part"]] = of.settings["hard_seconds"]
-        return script(of.file, DONE)
+        return script(of.file, DONE + "; time.sleep(1.0)")
 
     assert card.run_parts(("head",), found, WHERE, tmp_path, command, seconds=1000.0)
     assert asked == {"head": 60.0}

@@ -59,12 +59,16 @@ class Speculation:
     rejection_sample_method: str = "standard"
 
 
+#: of any engine that drafts on V2
+PASSES = ["draft_passes_asked", "draft_passes_run", "draft_passes_apart"]
+
+
 @pytest.mark.parametrize(
     ("drawn", "v2", "patched"),
     [
-        ("probabilistic", True, ["draft_temperature_v2", "draft_noise"]),
+        ("probabilistic", True, [*PASSES, "draft_temperature_v2", "draft_noise"]),
         ("probabilistic", False, ["draft_temperature_v1"]),
-        ("greedy", True, []),
+        ("greedy", True, PASSES),
         ("greedy", False, []),
     ],
 )
