@@ -31,6 +31,20 @@ _LEAST_OF_VLLM = 7
 _MOST_TOKENS = 1 << 15
 
 
+def fitting_vocabulary(rest: int, hidden_size: int, vocab_size: int) -> int:
+    """So many tokens of a draft's vocabulary that its head reads no more than the rest of it does, a power of two.
+
+    All of them where the head would still read more than half as much as an unpruned one.
+
+    Args:
+        rest: how many numbers the draft has beside its head.
+        hidden_size: of the draft.
+        vocab_size: of the target.
+    """
+    size = min(_MOST_TOKENS, 1 << max(0, (rest // hidden_size).bit_length() - 1))
+    return size if 2 * size <= vocab_size else vocab_size
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     """Shape of an EAGLE-3 draft: one decoder layer over the target's hidden states.
@@ -94,13 +108,9 @@ class DraftConfig:
 
     @property
     def fitting_vocabulary(self) -> int:
-        """So many tokens of its vocabulary that the head reads no more than the rest of the draft does, a power of two.
-
-        All of them where the head would still read more than half as much as an unpruned one.
-        """
-        rest = replace(self, draft_vocab_size=self.vocab_size).parameters // self.hidden_size
-        size = min(_MOST_TOKENS, 1 << max(0, rest.bit_length() - 1))
-        return size if 2 * size <= self.vocab_size else self.vocab_size
+        """See :func:`fitting_vocabulary`."""
+        rest = replace(self, draft_vocab_size=self.vocab_size).parameters
+        return fitting_vocabulary(rest, self.hidden_size, self.vocab_size)
 
     @classmethod
     def from_target(

@@ -159,7 +159,7 @@ def simulated(row: Mapping[str, Any], cost: CostModel, chances: Sequence[float])
 
 def question_8b(workload: str, mean: float, acceptance: Mapping[int, float]) -> Question:
     """One workload; drafts stay as they are, so none is trained."""
-    deployment = Deployment(find_model("Qwen3-8B"), find_card("GB200"))
+    deployment = Deployment(find_model("Qwen3-8B").with_whole_head(), find_card("GB200"))
     lengths = lognormal(mean, LONGEST[workload])
     return Question(
         deployment, 32, BATCH, lengths, acceptance, tuple(acceptance), prompt=PROMPT, group=GROUP, draft_share=0.0
@@ -321,7 +321,7 @@ def rows_235b(rows: list[Mapping[str, Any]]) -> Iterator[Held]:
 
 def question_235b(row: Mapping[str, Any], split: tuple[int, int]) -> Question:
     """One row of their simulator, of 4096 responses in FP8; all cards generate, at a lag, too."""
-    deployment = Deployment(find_model("Qwen3-235B-A22B"), find_card("GB200"), *split, weight_bytes=1)
+    deployment = Deployment(find_model("Qwen3-235B-A22B").with_whole_head(), find_card("GB200"), *split, weight_bytes=1)
     return Question(
         deployment,
         row["gpus"],

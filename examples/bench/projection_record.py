@@ -126,7 +126,7 @@ def _rows_of_part(part: Mapping[str, Any]) -> Iterator[Row]:
     name = next((name for name in CARDS if name in (environment["card"] or "").split()), None)
     if name is None or settings["shape"] not in MODELS:
         return
-    deployment = Deployment(find_model(MODELS[settings["shape"]]), CARDS[name])
+    deployment = Deployment(find_model(MODELS[settings["shape"]]).with_whole_head(), CARDS[name])
     version = environment["versions"].get("vllm", "")
     for row in part["rows"]:
         of_kind = _KINDS.get(row["kind"])

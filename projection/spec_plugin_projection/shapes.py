@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draft_training import files
+from draft_training.config import fitting_vocabulary
 from draft_training.errors import CheckpointError
 from draft_training.outside import is_size, short_repr, text_part
 from spec_plugin.api.errors import SpecConfigError
@@ -34,7 +35,12 @@ class ModelShape:
         0  # units of the MLP that a draft of this model gets, where ``intermediate`` is an expert's
     )
     window: int = 0  # tokens that some layers look back at most; they are counted as if they looked at all
+    draft_vocabulary: int = 0  # tokens of the draft's head; 0: as many as a draft of ours gets
     source: str = "config.json"
+
+    def with_whole_head(self) -> ModelShape:
+        """The same, whose draft proposes any token: as those were that cards were measured with."""
+        return replace(self, draft_vocabulary=self.vocabulary)
 
     @property
     def attention_parameters(self) -> int:
@@ -91,7 +97,9 @@ class ModelShape:
         """
         width = self.dense_intermediate or self.intermediate
         heads = self.hidden * self.head_dim * (2 * (self.heads + 2 * self.kv_heads) + self.heads)
-        return 3 * self.hidden**2 + heads + 3 * self.hidden * width + self.hidden * self.vocabulary
+        rest = 3 * self.hidden**2 + heads + 3 * self.hidden * width
+        tokens = self.draft_vocabulary or fitting_vocabulary(rest, self.hidden, self.vocabulary)
+        return rest + self.hidden * tokens
 
 
 _NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

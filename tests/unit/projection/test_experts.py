@@ -25,7 +25,7 @@ MIXTURES = (("Qwen3-30B-A3B", 1), ("Qwen3-30B-A3B", 4), ("Qwen3-235B-A22B", 8), 
 def steps_of(name: str, tp: int) -> Roofline:
     """What steps of it take on H100s, by its shape and the data sheet."""
     typical = Constants(**{field: constant.typical for field, constant in KNOWN.items()})
-    return Roofline(Deployment(MODELS[name.lower()], CARDS["H100"], tp=tp), typical, CONTEXT)
+    return Roofline(Deployment(MODELS[name.lower()].with_whole_head(), CARDS["H100"], tp=tp), typical, CONTEXT)
 
 
 def calibrated(truth: Roofline, noise: Callable[[], float] = lambda: 1.0) -> CostModel:

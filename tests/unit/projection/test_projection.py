@@ -65,7 +65,7 @@ class Flat:
 
 
 def roofline(model: str = "Qwen3-8B", card: str = "H100", **split: float) -> Roofline:
-    return Roofline(Deployment(find_model(model), find_card(card), **split), TYPICAL)  # type: ignore[arg-type]
+    return Roofline(Deployment(find_model(model).with_whole_head(), find_card(card), **split), TYPICAL)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------ shapes
@@ -104,9 +104,11 @@ def test_a_config_file_gives_the_shape_of_the_table(tmp_path: Path) -> None:
 
 
 def test_the_draft_is_as_large_as_the_one_that_is_trained() -> None:
-    ours = DraftConfig.from_target(QWEN_8B)
-    head, norms = 4096 * 151936, 4 * 4096  # the head is the target's, and read all the same
-    assert MODELS["qwen3-8b"].draft_parameters == ours.parameters + head - norms
+    whole = DraftConfig.from_target(QWEN_8B)
+    pruned = DraftConfig.from_target(QWEN_8B, draft_vocab_size=whole.fitting_vocabulary)
+    head, norms = 4096 * 151936, 4 * 4096  # a whole head is the target's, and read all the same
+    assert MODELS["qwen3-8b"].with_whole_head().draft_parameters == whole.parameters + head - norms
+    assert MODELS["qwen3-8b"].draft_parameters == pruned.parameters - norms
 
 
 def test_of_experts_one_token_touches_its_own_and_many_touch_all() -> None:
