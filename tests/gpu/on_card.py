@@ -22,7 +22,9 @@ from examples.bench.card_parts.probe import Probe
 REHEARSAL = "SPEC_PLUGIN_GPU_REHEARSAL"
 HERE = torch.cuda.is_available()
 REHEARSED = not HERE and os.environ.get(REHEARSAL) == "1"
-NO_CARD = f"no CUDA device: tests/gpu needs one, and some ten minutes of it (make gpu-test; {REHEARSAL}=1 rehearses them on a CPU)"
+NO_CARD = (
+    f"no CUDA device: tests/gpu needs one, ten minutes of it (make gpu-test; {REHEARSAL}=1 rehearses them on a CPU)"
+)
 DEVICE = torch.device("cuda" if HERE else "cpu")
 #: a card's run is in bfloat16; of a CPU, where that is slow, in float32
 DTYPE = torch.bfloat16 if HERE else torch.float32

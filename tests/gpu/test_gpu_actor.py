@@ -165,6 +165,13 @@ def test_where_a_card_has_no_room_for_vllms_sampler_nothing_is_drafted_and_propo
     ]
 
 
+def test_openrlhfs_adapter_asks_vllm_for_the_device():
+    pytest.importorskip("vllm")
+    from spec_plugin_openrlhf.options import _device_type
+
+    assert _device_type() == DEVICE.type
+
+
 # ---- ranks
 
 

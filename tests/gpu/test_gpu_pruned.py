@@ -1,4 +1,4 @@
-"""A draft of pruned vocabulary on a card: an engine of its own, since vLLM takes its groups of ranks away with the first that ends."""
+"""A draft of pruned vocabulary on a card, in a file of its own: with an engine that ends vLLM takes its groups of ranks away."""
 
 from __future__ import annotations
 

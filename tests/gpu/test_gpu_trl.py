@@ -21,7 +21,7 @@ STEPS = 2
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "sleeping"])
 def test_steps_of_grpo_speculate_train_their_draft_and_keep_every_guard(tmp_path: Path, target: Path, sleeps: bool):
-    pytest.importorskip("trl", reason="the environment of TRL alone has it: make gpu-test TRAINER=trl")
+    pytest.importorskip("trl", reason="TRL is not installed beside this vLLM")
     from spec_plugin_trl_cpu import SWITCH
     from spec_plugin_trl_cpu.run import SCRIPT
 
