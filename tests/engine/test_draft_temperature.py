@@ -127,32 +127,6 @@ def assert_as_promised(
     return rows
 
 
-def test_a_pruned_draft_makes_what_is_promised_and_samples_are_the_policys_while_its_vocabulary_changes(
-    engine, target, config, policy, tmp_path
-):
-    """A token outside has no chance to be proposed, and is sampled as often as the policy says."""
-    from draft_training.eagle3 import save_draft
-
-    asked(engine, temperature=1.5)
-    few = replace(config, draft_vocab_size=small.VOCAB // 4)
-    trainer = learnt(few, policy, finished(engine))
-    save_draft(tmp_path / "draft", few, trainer.engine_tensors(torch.float32))
-    speculation = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
-    speculation["draft_sample_method"] = "probabilistic"
-    llm = small.start_engine(target, tmp_path / "draft", speculative_config=speculation, max_num_seqs=16)
-    for draft_temperature in (1.0, 0.0):
-        rows = assert_as_promised(llm, few, policy, trainer, draft_temperature, 1.5)
-        assert_the_policys(rows, policy, 1.5)
-    drafts = [trainer.engine_tensors(torch.float32)]
-    trainer.select_vocabulary(torch.arange(small.VOCAB))
-    drafts.append(trainer.engine_tensors(torch.float32))
-    assert not torch.equal(*(draft["d2t"] for draft in drafts))
-    asked(llm, temperature=1.5)
-    turns = itertools.cycle(itertools.product(drafts, (1.0, 0.0)))
-    rows = finished(llm, lambda step: put_in_force(llm, *next(turns)) if step % 2 else None)
-    assert_the_policys(rows, policy, 1.5)
-
-
 def test_a_draft_temperature_of_0_proposes_what_an_engine_of_greedy_drafts_would(engine, config):
     """With requests at a high temperature: what is drawn differs from the likeliest token then, and is accepted otherwise."""
     made = {}
@@ -177,6 +151,35 @@ def test_the_draft_before_comes_back_with_its_temperature(engine, config):
     assert sharpness() == 1000.0
     small.rpc(engine, "spec_settle", False)
     assert math.isclose(sharpness(), 2.0)
+
+
+# ---- engines of a test's own, behind all that read the counters of the shared one: an engine that starts takes them away
+
+
+def test_a_pruned_draft_makes_what_is_promised_and_samples_are_the_policys_while_its_vocabulary_changes(
+    engine, target, config, policy, tmp_path
+):
+    """A token outside has no chance to be proposed, and is sampled as often as the policy says."""
+    from draft_training.eagle3 import save_draft
+
+    asked(engine, temperature=1.5)
+    few = replace(config, draft_vocab_size=small.VOCAB // 4)
+    trainer = learnt(few, policy, finished(engine))
+    save_draft(tmp_path / "draft", few, trainer.engine_tensors(torch.float32))
+    speculation = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
+    speculation["draft_sample_method"] = "probabilistic"
+    llm = small.start_engine(target, tmp_path / "draft", speculative_config=speculation, max_num_seqs=16)
+    for draft_temperature in (1.0, 0.0):
+        rows = assert_as_promised(llm, few, policy, trainer, draft_temperature, 1.5)
+        assert_the_policys(rows, policy, 1.5)
+    drafts = [trainer.engine_tensors(torch.float32)]
+    trainer.select_vocabulary(torch.arange(small.VOCAB))
+    drafts.append(trainer.engine_tensors(torch.float32))
+    assert not torch.equal(*(draft["d2t"] for draft in drafts))
+    asked(llm, temperature=1.5)
+    turns = itertools.cycle(itertools.product(drafts, (1.0, 0.0)))
+    rows = finished(llm, lambda step: put_in_force(llm, *next(turns)) if step % 2 else None)
+    assert_the_policys(rows, policy, 1.5)
 
 
 @pytest.mark.skipif(runner.V2, reason="V1 alone stops a whole batch where one text is longer than the draft's")

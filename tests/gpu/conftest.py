@@ -47,7 +47,7 @@ def started(target: Path, config: DraftConfig, tmp_path_factory: pytest.TempPath
     draft = tmp_path_factory.mktemp("drafts") / "draft"
     save_draft(draft, config, on_card.in_dtype(small.draft_tensors(config, seed=1)))
     started = on_card.start(target, draft, sleeps=True)
-    started.engine.set_k(on_card.K)
+    started.set_k(on_card.K)
     yield started
     started.close()
 

@@ -103,6 +103,16 @@ class Started:
         """vLLM's own."""
         return self.llm.llm_engine.vllm_config
 
+    def set_k(self, k: int) -> None:
+        """For all batch sizes; of an engine that is idle, whose last batches are taken back first."""
+        self.engine._settle()
+        self.engine.set_k(k)
+
+    def sleep(self, level: int) -> None:
+        """Likewise."""
+        self.engine._settle()
+        self.engine.sleep(level)
+
     def close(self) -> None:
         """Give the card's memory back."""
         self.llm.llm_engine.engine_core.shutdown()

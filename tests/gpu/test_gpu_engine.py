@@ -55,7 +55,7 @@ def test_each_k_drafts_as_many_tokens_and_replays_graphs(started, policy, good, 
     from spec_plugin.engine.vllm.schedule.counters import read_spec_counters
 
     assert push(started.llm, good)["installed"]
-    started.engine.set_k(k)
+    started.set_k(k)
     before = read_spec_counters()
     with graphs() as seen:
         timing = started.engine.run(small.PROMPTS, 0.0, small.TOKENS)
@@ -65,7 +65,7 @@ def test_each_k_drafts_as_many_tokens_and_replays_graphs(started, policy, good, 
     assert_graphs_served(seen)
     assert_likeliest(list(zip(small.PROMPTS, timing.outputs, strict=True)), policy)
     assert (k - 1 < tokens / drafts <= k) if k else drafts == 0
-    started.engine.set_k(K)
+    started.set_k(K)
     assert acceptance_length(started.llm) > 3.5
 
 
@@ -78,7 +78,7 @@ def test_k_that_changes_while_requests_run_changes_no_text(started, policy, good
         core.spec_set_schedule(next(table) * (REQUESTS + 1), [1.0] * (REQUESTS + 1), 0.0)
 
     timing = started.engine.run(small.PROMPTS, 0.0, 2 * small.TOKENS, switch)
-    started.engine.set_k(K)
+    started.set_k(K)
     assert_likeliest(list(zip(small.PROMPTS, timing.outputs, strict=True)), policy)
 
 
@@ -89,7 +89,7 @@ def test_the_self_test_passes(started, good):
     assert push(started.llm, good)["installed"]
     report = run_blocking(started.front.self_test(SELF_TEST_S))
     print("", *report.checks, sep="\n  ")
-    started.engine.set_k(K)
+    started.set_k(K)
     assert report.passed, report.failures()
 
 
@@ -149,7 +149,9 @@ def test_a_refresh_is_proposed_from_at_once_and_touches_nothing_else(started, co
     if HERE:
         free = torch.cuda.mem_get_info
         monkeypatch.setattr(
-            torch.cuda, "mem_get_info", lambda *a: (asked.append(a), (0, 1) if room == "on the host" else free(*a))[1]
+            torch.cuda,
+            "mem_get_info",
+            lambda *on: (asked.append(on), (0, 1) if room == "on the host" else free(*on))[1],
         )
     before, at = small.rpc(started.llm, target_bits), small.rpc(started.llm, places)
     assert push(started.llm, in_dtype(small.draft_tensors(config, seed=3)))["installed"]
@@ -226,7 +228,7 @@ def test_sleep_gives_memory_back_and_what_wakes_is_whole(started, target, policy
     before, version = small.rpc(llm, target_bits), small.rpc(llm, "spec_draft_info")["draft_version"]
     before = {name: tensor.cpu() for name, tensor in before.items()}
     free = torch.cuda.mem_get_info()[0] if HERE else 0
-    started.engine.sleep(level)
+    started.sleep(level)
     if HERE:
         freed = torch.cuda.mem_get_info()[0] - free
         print(f"\nlevel {level}: {freed / MIB:.0f} MiB given back")

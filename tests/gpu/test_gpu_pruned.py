@@ -30,7 +30,7 @@ def test_samples_of_a_pruned_draft_are_the_policys_while_its_vocabulary_and_temp
     save_draft(tmp_path / "draft", few, drafts[0])
     started = start(target, tmp_path / "draft")
     try:
-        started.engine.set_k(K)
+        started.set_k(K)
         turns = itertools.cycle(itertools.product(drafts, (1.0, 0.0)))
         drawn.asked(started.llm, temperature=1.5)
         rows = drawn.finished(
