@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 PY := .envs/verl/bin/python
 ARGS ?=
 TRAINER ?= verl
+GPU_PYTHON ?= python
 JOBS ?=
 SHAPES ?=
 MAKE_ENV := $(or $(PYTHON),python3) tools/make_env.py
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test conformance soak versions bench gpu-hour clean
+.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test gpu-test conformance soak versions bench gpu-hour clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -66,6 +67,9 @@ guards: verl-env  ## simulated runs with known truth under each guard: false ala
 
 engine-test:  ## tests with a real vLLM engine (minutes)
 	@$(CHECK) --foreground engine -- $(ARGS)
+
+gpu-test:  ## tests that need a GPU, ten minutes, in an environment with vLLM for it; GPU_PYTHON=python3, ARGS="-k sleep" …
+	$(GPU_PYTHON) -m pytest tests/gpu -s $(ARGS)
 
 conformance:  ## the conformance kit on every adapter, and on wrong ones (minutes each); SHAPES=all, versions, or some: "verl-tp2 openrlhf-zero3"
 ifeq ($(SHAPES),)

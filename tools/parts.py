@@ -59,6 +59,8 @@ ON_V2 = {
     "v2-async": "stale_drafts refresh scheduler phase selftest methods draft_passes sleep adapters states",
     "v2": "stale_drafts refresh scheduler draft_passes",
 }
+#: tests for a card, without one; TRL's need its environment
+REHEARSED = (("verl", "tests/gpu"), ("trl", "tests/gpu/test_gpu_trl.py"))
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {
     "verl": "tp2 dp2 nodes2 lora lora-adapters packed mistral long colocate separate separate2 v2",
@@ -126,6 +128,7 @@ PARTS = (
     _rare("only", _pytest("verl", f"{MINIMAL} -k by_no_other_check"), limit=LONG),
     _rare("families", _pytest("verl", "tests/engine -m family -k 'not by_no_other_check'")),
     _rare("engine-v2", tuple(_on_v2(*item) for item in ON_V2.items()), limit=LONG),
+    _rare("gpu-rehearsal", tuple(f"env SPEC_PLUGIN_GPU_REHEARSAL=1 {_pytest(*run)[0]}" for run in REHEARSED)),
     _rare("soak", _pytest("verl", SOAK, "-m engine")),
     _rare("verl-trouble", _trainers("verl", "verl_separate"), 9, verl=True),
     _rare("verl-kills", _trainers("verl", "verl_kills", more=" -s"), 9, LONG, verl=True),

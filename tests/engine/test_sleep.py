@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from refreshing import acceptance_length, push, target_bits
+from refreshing import acceptance_length, push, send_target, target_bits
 from spec_plugin_cpu.sleeping import sleep_on_cpu
 
 from draft_training import digest
@@ -54,19 +54,6 @@ def nan_weights(llm: Any) -> bool:
         return all(bool(p.isnan().all()) for m in models for p in m.parameters() if p.is_floating_point())
 
     return bool(small.rpc(llm, look))
-
-
-def send_target(llm: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """A weight sync, as a trainer's worker extension does it."""
-
-    def load(worker: Any) -> None:
-        from spec_plugin_cpu.repairs.compat import repack
-
-        model = worker.model_runner.get_model()
-        model.load_weights(tensors.items())
-        repack(model)
-
-    small.rpc(llm, load)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from builders.drafts import SETTINGS, make_buffer, make_document, make_policy, make_trainer, weights
 
 from draft_training import DraftTrainer, digest
-from draft_training.card import HostOffload, own_modes
+from draft_training.card import HostOffload, host_memory, own_modes
 
 OFFLOADED = replace(SETTINGS, offload=True)
 
@@ -118,3 +118,12 @@ def test_products_are_rounded_on_a_card_only_and_only_in_the_block():
     assert switch.fp32_precision == before
     with own_modes(torch.device("cpu")):
         assert switch.fp32_precision == before
+
+
+def test_where_memory_cannot_be_pinned_what_rests_lies_in_ordinary_memory_and_the_log_says_so(monkeypatch, caplog):
+    """As under a limit on locked memory; this torch, which has no card, pins nothing either."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with caplog.at_level("INFO"):
+        found = host_memory(torch.ones(3, dtype=torch.float64), torch.bfloat16)
+    assert (found.shape, found.dtype, found.device.type) == ((3,), torch.bfloat16, "cpu") and not found.is_pinned()
+    assert "host memory is not pinned" in caplog.text
