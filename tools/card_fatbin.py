@@ -1,8 +1,8 @@
 """GPU code for other cards in a shared object becomes zeros, which compress to nothing: for ``pack_card.py``.
 
-The section ``.nv_fatbin`` holds fat binaries: a header (magic number, version, its size, size of what follows), then entries, a header each
-(kind, size, architecture) and the code, for the driver to choose from by these headers. The headers stay as they are, so the
-driver chooses as before; what is overwritten is code that a card of this kind cannot load, or would not prefer.
+The section ``.nv_fatbin`` holds fat binaries: a header (magic number, version, its size, size of what follows), then entries,
+each with a header (kind, size, architecture) before its code. The driver chooses by these headers, which stay as they are, so
+it chooses as before. What is overwritten is code that such a card cannot load, or would not prefer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 MAGIC = 0xBA55ED50
 _HEADER = struct.Struct("<IHHQ")  # magic, version, its size, size of the entries
-_ENTRY = struct.Struct("<HHIQIIHHI")  # kind, version, its size, size of the code, (4: compression, versions), architecture
+_ENTRY = struct.Struct(
+    "<HHIQIIHHI"
+)  # kind, version, its size, size of the code, (4: compression, versions), architecture
 _PTX, _MACHINE = 1, 2
 
 

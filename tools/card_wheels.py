@@ -130,7 +130,9 @@ def lacking(
     never, asked = set(never), {canonicalize_name(name): SpecifierSet(pin) for name, pin in (pins or {}).items()}
     for _ in range(_ROUNDS):
         chosen, wanted = _closure(roots, find, have, never, asked)
-        late = {n: w.specifier for n, w in wanted.items() if n in chosen and chosen[n].version not in _open(w.specifier)}
+        late = {
+            n: w.specifier for n, w in wanted.items() if n in chosen and chosen[n].version not in _open(w.specifier)
+        }
         if not late:
             return chosen
         for name, specifier in late.items():
