@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test conformance soak versions bench bench-card clean
+.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test conformance soak versions bench bench-card card-pieces clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -88,6 +88,9 @@ bench: verl-env  ## benchmarks under examples/bench, for an idle machine and a l
 
 bench-card: verl-env  ## what the flag costs and gains on one GPU, in parts; without one a rehearsal at a tiny shape; ARGS="--part start" …
 	$(PY) examples/bench/card.py $(ARGS)
+
+card-pieces: verl-env  ## vLLM, a trainer and our needs in pieces for a GPU machine without a network; ARGS="--have has.txt --trainer verl" …
+	$(PY) tools/pack_card.py .cache/card/pieces $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
 	rm -rf .cache runs outputs site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info testing/{build,dist,*.egg-info}

@@ -54,7 +54,7 @@ def pack(site: Path, name: str, versions: Mapping[str, str], out: Path, limit: i
     tar = ["tar", "-C", str(site), "--sort=name", "--mtime=@0", "--owner=0", "--group=0", "--numeric-owner"]
     with subprocess.Popen([*tar, "-I", _XZ, "-cf", "-", "."], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        pieces = []
+        pieces: list[Piece] = []
         while data := process.stdout.read(limit):
             path = out / f"{name}.{len(pieces):02d}.piece"
             path.write_bytes(data)

@@ -127,7 +127,8 @@ def lacking(
     Raises:
         CannotPack: from ``find``, or if versions go on changing.
     """
-    never, asked = set(never), {canonicalize_name(name): SpecifierSet(pin) for name, pin in (pins or {}).items()}
+    never = set(never)
+    asked: dict[str, SpecifierSet] = {canonicalize_name(name): SpecifierSet(pin) for name, pin in (pins or {}).items()}
     for _ in range(_ROUNDS):
         chosen, wanted = _closure(roots, find, have, never, asked)
         late = {

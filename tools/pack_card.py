@@ -96,9 +96,10 @@ def needed(asked: argparse.Namespace) -> dict[str, dict[str, Wheel]]:
         archives[name] = found
         have = {**have, **{wheel.name: wheel.version for wheel in found.values()}}
     torch = next(r for r in archives["vllm"]["vllm"].requires if r.name == "torch")
-    if have.get("torch") and have["torch"] not in torch.specifier:
+    there = have.get("torch")
+    if there is not None and there not in torch.specifier:
         raise CannotPack(
-            f"vLLM {asked.vllm} was built with {torch}, and the machine has {have['torch']}: give another --vllm"
+            f"vLLM {asked.vllm} was built with {torch}, and the machine has {there}: give another --vllm"
         )
     return archives
 
