@@ -35,6 +35,7 @@ NEVER: Mapping[str, str] = {
     "fastsafetensors": "a load format of its own",
     **dict.fromkeys(("torchcodec", "pynvvideocodec"), "sound and video"),
     **dict.fromkeys(("mistral-common", "pycountry"), "tokenizers in Mistral's own format"),
+    **dict.fromkeys(("py-spy", "virtualenv"), "a profiler and environments that Ray starts when asked"),
     "wandb": "there is no network to log to",
     **dict.fromkeys(("fastapi-cli", "fastapi-cloud-cli"), _TOOL),
 }

@@ -180,6 +180,10 @@ def _open(specifier: SpecifierSet) -> SpecifierSet:
     return SpecifierSet(str(specifier), prereleases=True)
 
 
+def _name(path: Path) -> str:
+    return parse_wheel_filename(path.name)[0]
+
+
 class Shelf:
     """Wheels for the target in a folder, downloaded when they are asked for the first time."""
 
@@ -193,9 +197,10 @@ class Shelf:
         Raises:
             CannotPack: if there is none.
         """
-        there = [path for path in self._folder.glob("*.whl") if self._serves(path, name, specifier)]
-        if there:
-            return Wheel.at(max(there, key=lambda path: parse_wheel_filename(path.name)[1]))
+        there = {parse_wheel_filename(path.name)[1]: path for path in self._folder.glob("*.whl") if _name(path) == name}
+        # pre-releases where there is nothing else, as pip has it
+        if serving := list(specifier.filter(there)):
+            return Wheel.at(there[max(serving)])
         before = set(self._folder.glob("*.whl"))
         said = self._download(f"{name}{specifier}")
         new = set(self._folder.glob("*.whl")) - before
@@ -204,11 +209,6 @@ class Shelf:
         (path,) = new
         self._said(f"downloaded {path.name}, {path.stat().st_size / 2**20:.1f} MiB")
         return Wheel.at(path)
-
-    @staticmethod
-    def _serves(path: Path, name: str, specifier: SpecifierSet) -> bool:
-        found, version, _, _ = parse_wheel_filename(path.name)
-        return found == name and version in specifier
 
     def _download(self, requirement: str) -> str:
         """Into the folder; a source distribution is made a wheel where that has no compiled code. Returns pip's last words."""

@@ -98,9 +98,7 @@ def needed(asked: argparse.Namespace) -> dict[str, dict[str, Wheel]]:
     torch = next(r for r in archives["vllm"]["vllm"].requires if r.name == "torch")
     there = have.get("torch")
     if there is not None and there not in torch.specifier:
-        raise CannotPack(
-            f"vLLM {asked.vllm} was built with {torch}, and the machine has {there}: give another --vllm"
-        )
+        raise CannotPack(f"vLLM {asked.vllm} was built with {torch}, and the machine has {there}: give another --vllm")
     return archives
 
 

@@ -3,6 +3,7 @@
 import random
 import struct
 import subprocess
+import zipfile
 from pathlib import Path
 
 import card_contents
@@ -12,6 +13,7 @@ import card_wheels
 import pack_card
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 PTX, MACHINE = 1, 2
@@ -75,6 +77,17 @@ def test_what_is_never_packed_is_not_looked_for():
 def test_versions_that_do_not_meet_are_an_error():
     with pytest.raises(card_wheels.CannotPack, match="c"):
         lacking(an_index(a={"1": ["c<2", "b"]}, b={"1": ["c>=2"]}, c={"1": [], "2": []}), "a")
+
+
+def test_a_wheel_that_is_there_is_not_downloaded_again(tmp_path, monkeypatch):
+    for name in ("a-1.0", "a-2.0", "a-3.0b1", "b-1.0b1"):
+        with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.dist-info/METADATA", f"Name: {name[0]}\nRequires-Dist: c>=1\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    shelf = card_wheels.Shelf(tmp_path)
+    assert shelf.find("a", SpecifierSet()).version == Version("2.0")
+    assert shelf.find("a", SpecifierSet("<2")).requires == (Requirement("c>=1"),)
+    assert shelf.find("b", SpecifierSet()).version == Version("1.0b1")  # it has nothing else
 
 
 def test_a_word_that_is_no_distribution_is_named():
