@@ -37,6 +37,9 @@ MODULES = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.attention.backends.flash_attn",
     "vllm.v1.sample.rejection_sampler",
+    "vllm.v1.engine.async_llm",
+    "vllm.entrypoints.openai.api_server",
+    "xgrammar",
 )
 OF_TRAINERS = {
     "trl": ("trl", "datasets", "trl.trainer.grpo_trainer", "spec_plugin_trl"),

@@ -5,6 +5,7 @@ For a dense model in 16 bits on a card of generation 9 (H100, H200). ``--keep`` 
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -60,6 +61,8 @@ LEFT_OUT: Mapping[str, str] = {
     "*.jpg": "a picture",
     "*/tests/*": "tests",
 }
+#: libraries of which nine tenths are for a debugger
+DEBUGGED = ("xgrammar/libxgrammar_bindings.so",)
 
 
 def roots(trainers: Collection[str], vllm: str) -> dict[str, list[str]]:
@@ -85,9 +88,13 @@ def trim(site: Path, keep: Collection[str], card: int | None) -> tuple[int, int]
         card: whose GPU code is kept in vLLM's libraries; None: of every card.
 
     Returns:
-        Bytes of the files removed, and of GPU code that became zeros.
+        Bytes removed, and of GPU code that became zeros.
     """
     removed = zeroed = 0
+    for path in (site / name for name in DEBUGGED if (site / name).is_file()):
+        before = path.stat().st_size
+        subprocess.run(["strip", "--strip-debug", str(path)], check=True)
+        removed += before - path.stat().st_size
     for path in sorted(site.rglob("*")):
         if not path.is_file():
             continue

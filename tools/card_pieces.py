@@ -102,13 +102,18 @@ def verify(out: Path, archives: Sequence[Archive]) -> None:
         raise Broken(f"{', '.join(wrong)}: copy again what is said, or run pack_card.py once more")
 
 
-def unpack(out: Path, site: Path) -> None:
+def unpack(out: Path, site: Path, archives: Sequence[str] = ()) -> None:
     """Run the script that travels with the pieces.
+
+    Args:
+        out: where they are.
+        site: where to.
+        archives: their names; nothing: all.
 
     Raises:
         Broken: with what it said.
     """
-    done = subprocess.run(["sh", str(out / SCRIPT), str(site)], text=True, capture_output=True)
+    done = subprocess.run(["sh", str(out / SCRIPT), str(site), *archives], text=True, capture_output=True)
     if done.returncode:
         raise Broken((done.stdout + done.stderr).strip())
 
