@@ -82,15 +82,15 @@ class _Answering(SourceFileLoader):
 def stub_driver() -> None:
     """An H100 to whoever asks: the one place where this trial differs from a machine with a card."""
     source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in DRIVER)  # 100: no device
-    folder = Path(tempfile.mkdtemp())
-    library = folder / "libcuda.so.1"
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-o", str(library), "-"]
-    subprocess.run(command, input=source, text=True, check=True)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/libcuda.so.1"
+        command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-o", library, "-"]
+        subprocess.run(command, input=source, text=True, check=True)
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     import torch
 
     sys.meta_path.insert(0, _StubOfNVML())
-    properties = SimpleNamespace(
+    properties: Any = SimpleNamespace(
         name=CARD,
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
@@ -165,7 +165,7 @@ def configured(k: int, requests: int) -> dict[str, Any]:
         "graphs": compilation.cudagraph_mode.name,
         "capture sizes": compilation.cudagraph_capture_sizes,
         "asynchronous scheduling": config.scheduler_config.async_scheduling,
-        "k": config.speculative_config.num_speculative_tokens,
+        "k": config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
     }
 
 

@@ -83,7 +83,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def needed(asked: argparse.Namespace) -> dict[str, dict[str, Wheel]]:
-    """Wheels by archive; what an earlier one has is not in a later one.
+    """Wheels by archive; what vLLM's has is in no trainer's, and a trainer's does not count on another's.
 
     Raises:
         CannotPack: if something is not to be had, or the machine's torch is not the one that vLLM was built with.
@@ -92,13 +92,15 @@ def needed(asked: argparse.Namespace) -> dict[str, dict[str, Wheel]]:
     shelf = Shelf(ROOT / ".cache" / "card" / "wheels", say)
     archives: dict[str, dict[str, Wheel]] = {}
     for name, requirements in card_contents.roots(asked.trainer or ["trl"], asked.vllm).items():
-        found = lacking(parsed(requirements), shelf.find, have, card_contents.NEVER, card_contents.PINS)
-        archives[name] = found
-        have = {**have, **{wheel.name: wheel.version for wheel in found.values()}}
+        there = {**have, **{wheel.name: wheel.version for wheel in archives.get("vllm", {}).values()}}
+        never, pins = card_contents.NEVER, card_contents.PINS
+        archives[name] = lacking(parsed(requirements), shelf.find, there, never, pins)
     torch = next(r for r in archives["vllm"]["vllm"].requires if r.name == "torch")
-    there = have.get("torch")
-    if there is not None and there not in torch.specifier:
-        raise CannotPack(f"vLLM {asked.vllm} was built with {torch}, and the machine has {there}: give another --vllm")
+    of_machine = have.get("torch")
+    if of_machine is not None and of_machine not in torch.specifier:
+        raise CannotPack(
+            f"vLLM {asked.vllm} was built with {torch}, and the machine has {of_machine}: give another --vllm"
+        )
     return archives
 
 

@@ -101,6 +101,42 @@ def test_an_archive_has_the_projects_own_requirements_and_the_trainers():
     assert "trl==1.16.0" in roots["trl"] and any(line.startswith("wrapt") for line in roots["trl"])
 
 
+class AnIndex:
+    """In the place of the shelf: two trainers that share a need, and one with a need of vLLM's."""
+
+    def __init__(self, *_):
+        self.find = an_index(
+            vllm={"0.26.0": ["torch==2.11.0", "q"]},
+            trl={"1": ["shared", "q"]},
+            verl={"1": ["shared"]},
+            shared={"1": []},
+            q={"1": []},
+        )
+
+
+@pytest.fixture
+def small_index(monkeypatch):
+    asked = {"vllm": ["vllm==0.26.0"], "trl": ["trl"], "verl": ["verl"]}
+    monkeypatch.setattr(pack_card, "Shelf", AnIndex)
+    monkeypatch.setattr(card_contents, "roots", lambda *_: asked)
+
+
+def test_a_trainers_archive_counts_on_vllms_and_on_no_other_trainers(small_index, tmp_path):
+    archives = pack_card.needed(pack_card.options([str(tmp_path), "--trainer", "trl", "--trainer", "verl"]))
+    assert {name: sorted(wheels) for name, wheels in archives.items()} == {
+        "vllm": ["q", "vllm"],
+        "trl": ["shared", "trl"],
+        "verl": ["shared", "verl"],
+    }
+
+
+def test_a_torch_that_is_not_vllms_is_refused(small_index, tmp_path, capsys):
+    has = tmp_path / "has.txt"
+    has.write_text("torch==2.12.0")
+    assert pack_card.main([str(tmp_path / "out"), "--have", str(has)]) == 1
+    assert "was built with torch==2.11.0, and the machine has 2.12.0: give another --vllm" in capsys.readouterr().err
+
+
 # ---- GPU code for other cards
 
 
