@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test gpu-test conformance soak versions bench gpu-hour clean
+.PHONY: guards help env verl-env quickstart real test times lint format docs unit mutants engine-test trainer-test gpu-test conformance soak versions bench gpu-hour card-pieces clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 18
@@ -93,6 +93,9 @@ bench: verl-env  ## benchmarks under examples/bench, for an idle machine and a l
 gpu-hour:  ## what the flag costs and gains on one GPU, a trainer's run in it, in parts; without a GPU a rehearsal; ARGS="--part start" …
 	@$(MAKE_ENV) trl
 	@.envs/trl/bin/python examples/bench/card.py $(ARGS)
+
+card-pieces: verl-env  ## vLLM, a trainer and our needs in pieces for a GPU machine without a network; ARGS="--have has.txt --trainer verl" …
+	$(PY) tools/pack_card.py .cache/card/pieces $(ARGS)
 
 clean:  ## remove caches and runs; the environment stays (rm -r .envs)
 	rm -rf .cache runs outputs site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info testing/{build,dist,*.egg-info}
