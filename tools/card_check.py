@@ -2,7 +2,8 @@
 
 vLLM and the models of Qwen3, Llama and EAGLE-3 are imported, and the configuration of an engine with the flag is built as on an
 H100. There is none: ``stub_driver`` puts a library in the place of the CUDA driver's, and answers in the place of NVML's.
-Prints what such an engine runs, and exits with 1 if that is not the V2 model runner with full graphs.
+Prints what such an engine runs and which repairs of ours this vLLM takes, and exits with 1 if that is not the V2 model runner
+with full graphs, or a repair no longer fits.
 """
 
 from __future__ import annotations
@@ -169,8 +170,23 @@ def configured(k: int, requests: int) -> dict[str, Any]:
     }
 
 
+def repaired() -> list[str]:
+    """Repair this vLLM as an engine with the flag does on a card; what no longer fits, and why."""
+    from spec_plugin.api.errors import PatchError
+    from spec_plugin.engine.vllm.repairs import draft_noise, draft_passes, draft_temperature, graphs, patches
+
+    failed = []
+    groups = (graphs.GRAPH_PATCHES, draft_passes.PASS_PATCHES, draft_noise.NOISE_PATCHES)
+    for patch in (*(patch for group in groups for patch in group), draft_temperature.TEMPERATURE_PATCHES[True]):
+        try:
+            print(f"card_check: repair {patch.name}: {patches.apply(patch).state}", flush=True)
+        except PatchError as error:
+            failed.append(f"repair {patch.name}: {error}")
+    return failed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Import, configure, compare."""
+    """Import, configure, repair, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("site", type=Path, metavar="SITE", help="where the pieces are unpacked")
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="archives beside vLLM's")
@@ -187,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in facts.items():
         print(f"card_check: {name}: {value}")
     failed += [f"{name} is {facts[name]}, not {value}" for name, value in WANTED.items() if facts[name] != value]
+    failed += repaired()
     for line in failed:
         print(f"card_check: FAILED: {line}")
     return 1 if failed else 0
