@@ -173,15 +173,18 @@ def configured(k: int, requests: int) -> dict[str, Any]:
 def repaired() -> list[str]:
     """Repair this vLLM as an engine with the flag does on a card; what no longer fits, and why."""
     from spec_plugin.api.errors import PatchError
-    from spec_plugin.engine.vllm.repairs import draft_noise, draft_passes, draft_temperature, graphs, patches
+    from spec_plugin.commands.doctor import examine_patches
+    from spec_plugin.engine.vllm.repairs import draft_temperature, patches
 
-    failed = []
-    groups = (graphs.GRAPH_PATCHES, draft_passes.PASS_PATCHES, draft_noise.NOISE_PATCHES)
-    for patch in (*(patch for group in groups for patch in group), draft_temperature.TEMPERATURE_PATCHES[True]):
-        try:
-            print(f"card_check: repair {patch.name}: {patches.apply(patch).state}", flush=True)
-        except PatchError as error:
-            failed.append(f"repair {patch.name}: {error}")
+    found = examine_patches()
+    for one in found:
+        print(f"card_check: repair {one.name}: {one.detail}", flush=True)
+    failed = [f"repair {one.name}: {one.detail}" for one in found if one.state != "ok"]
+    try:  # of engines that draw their proposals
+        status = patches.apply(draft_temperature.TEMPERATURE_PATCHES[True])
+        print(f"card_check: repair {status.name}: {status.state}", flush=True)
+    except PatchError as error:
+        failed.append(f"repair: {error}")
     return failed
 
 

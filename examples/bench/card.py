@@ -128,12 +128,11 @@ def main(
         measured = [part for part in PARTS if not prepare and (not parts or part in parts)]
         if not again:
             measured = [part for part in measured if not is_done(out / f"{part}.json", settings, where)]
-        # before the large models are made
-        chosen = [part for part in measured if part in TINY_PARTS + WITHOUT_MODELS[:1]]
-        if later := [part for part in measured if part not in chosen]:
-            large = set(later) - set(WITHOUT_MODELS)
-            chosen += [*(["models"] if large else []), *later]
-        done = run_parts(["models"] if prepare else chosen, settings, where, out, seconds=60.0 * (total or math.inf))
+        # the large models are made before the first part that needs them
+        first = next((i for i, part in enumerate(measured) if part not in TINY_PARTS + WITHOUT_MODELS), None)
+        if prepare or first is not None:
+            measured.insert(first or 0, "models")
+        done = run_parts(measured, settings, where, out, seconds=60.0 * (total or math.inf))
     table = report.write(out, PARTS)
     click.echo(table.read_text())
     click.echo(f"table: {table}")
@@ -274,7 +273,7 @@ def environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    if not any(found.name == "spec-plugin" for found in metadata.distributions(name="spec-plugin")):
+    if not any(metadata.distributions(name="spec-plugin")):
         paths.append(str(_declared()))
     return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 

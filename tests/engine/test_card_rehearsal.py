@@ -28,7 +28,7 @@ from examples.bench.card_parts import (
     trainer,
 )
 from examples.bench.card_parts.probe import FLAG_PROBE
-from examples.bench.card_parts.setup import Models
+from examples.bench.card_parts.setup import SIZES, Models
 
 pytestmark = pytest.mark.engine
 WHERE = {"card": None, "card_memory": None, "cpu": "some", "versions": {}, "date": "today", "commit": "c"}
@@ -57,13 +57,7 @@ def models(tmp_path_factory) -> Models:
 def shared(models) -> engines.Engine:
     """One engine with the flag in the place of all that a part would start: it cannot tell what they are, but that they run."""
     asked = engines.EngineSettings(max_num_seqs=REQUESTS, more={"worker_extension_cls": FLAG_PROBE})
-    return engines.build("flag", models.target, asked, models.draft, max(card_sizes().step_widths))
-
-
-def card_sizes() -> Any:
-    from examples.bench.card_parts.setup import SIZES
-
-    return SIZES["tiny"]
+    return engines.build("flag", models.target, asked, models.draft, max(SIZES["tiny"].step_widths))
 
 
 class Shared:

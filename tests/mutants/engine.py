@@ -711,7 +711,7 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/engine/vllm/repairs/draft_passes.py",
         "_noting_k.execute_model",
-        "begun and alone and not dummy",
+        "begun and not dummy and not _keeps_step(speculator)",
         "begun and not dummy",
         "a rank of data parallelism without requests runs fewer passes than the others, which wait for it",
         ("test_draft_passes_patch.py",),
@@ -719,8 +719,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/engine/vllm/repairs/draft_passes.py",
         "_noting_k.execute_model",
-        "begun and alone and not dummy",
-        "alone and not dummy",
+        "begun and not dummy and not _keeps_step(speculator)",
+        "not dummy and not _keeps_step(speculator)",
         "what vLLM warms up is left to be compiled in the first rollout",
         ("test_draft_passes_patch.py",),
     ),

@@ -118,8 +118,8 @@ def _settings(record: Record, sizes: GrpoSizes) -> dict[str, Any]:
             "bf16": True,
             "gradient_checkpointing": True,
             "vllm_gpu_memory_utilization": 0.15,
+            "model_init_kwargs": {"dtype": "bfloat16"},
         }
-        settings |= {"model_init_kwargs": {"dtype": "bfloat16"}}
     return settings
 
 

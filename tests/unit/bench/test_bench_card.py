@@ -215,6 +215,22 @@ def test_a_card_gets_the_large_shape_and_a_cpu_the_tiny_one(tmp_path) -> None:
     assert card.settings_of({**given, "shape": "tiny"}, {**WHERE, "card": "x"})["shape"] == "tiny"
 
 
+@pytest.mark.parametrize(
+    ("asked", "run"),
+    [
+        (["--part", "smoke", "--part", "trl", "--part", "start"], ["smoke", "trl", "models", "start"]),
+        (["--part", "head", "--part", "memory"], ["head", "models", "memory"]),
+        (["--part", "head"], ["head"]),
+        (["--prepare"], ["models"]),
+    ],
+)
+def test_the_large_models_are_made_before_the_first_part_that_needs_them(tmp_path, monkeypatch, asked, run) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(card, "run_parts", lambda parts, *_, **__: found.extend(parts) or True)
+    assert CliRunner().invoke(card.main, [*asked, "--out", str(tmp_path)]).exit_code == 0
+    assert found == run
+
+
 def test_help_teaches_and_an_unknown_part_is_refused() -> None:
     runner = CliRunner()
     help_text = runner.invoke(card.main, ["--help"]).output

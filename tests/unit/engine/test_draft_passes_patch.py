@@ -64,6 +64,18 @@ def test_a_dummy_run_and_a_rank_among_others_run_all() -> None:
     assert passes(several, 3) == 7, "a rank without requests is asked for none, and would leave the others waiting"
 
 
+@pytest.mark.parametrize(("ranks", "moves", "fused"), [(1, True, False), (2, True, True), (1, False, True)])
+def test_passes_are_taken_apart_where_they_follow_k_alone(ranks, moves, fused) -> None:
+    """Of several ranks all are run, and of a draft whose positions stand still vLLM needs them in one."""
+
+    def configure(self: Any) -> None:
+        self.use_fused_multi_step_decode = True
+
+    one = SimpleNamespace(dp_size=ranks, advance_draft_positions=moves)
+    draft_passes._one_by_one(configure)(one)
+    assert one.use_fused_multi_step_decode is fused
+
+
 def test_a_runner_without_a_draft_is_left_alone() -> None:
     step = draft_passes._noting_k(Runner.execute_model)
     assert step(Runner(None), SimpleNamespace(), "passed on") == "passed on"

@@ -24,6 +24,11 @@ def _every_pass_is_run(function: Callable[..., Any]) -> bool:
     return not told and not getattr(function, "follows_k", False)
 
 
+def _keeps_step(speculator: Any) -> bool:
+    """Do other ranks of data parallelism run its passes with it: also those that have no request and are asked for none."""
+    return bool(getattr(speculator, "dp_size", 1) > 1)
+
+
 def _noting_k(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,9 +38,8 @@ def _noting_k(original: Callable[..., Any]) -> Callable[..., Any]:
             # what asks for none before any step has asked for some is a warm-up
             begun = asked > 0 or getattr(speculator, _PASSES, None) is not None
             dummy = kwargs.get("dummy_run", len(args) > 1 and args[1])
-            # ranks of data parallelism keep step, also those that have no request and are asked for none
-            alone = getattr(speculator, "dp_size", 1) == 1
-            setattr(speculator, _PASSES, max(1, asked) if begun and alone and not dummy else None)
+            follows = begun and not dummy and not _keeps_step(speculator)
+            setattr(speculator, _PASSES, max(1, asked) if follows else None)
         return original(self, scheduler_output, *args, **kwargs)
 
     execute_model.follows_k = True  # type: ignore[attr-defined]
@@ -63,7 +67,9 @@ def _one_by_one(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def _configure_fused_multi_step_decode(self: Any) -> None:
         original(self)
-        if self.advance_draft_positions:
+        if self.advance_draft_positions and not _keeps_step(
+            self
+        ):  # else all passes are run, which fused ones do for less
             self.use_fused_multi_step_decode = False
 
     _configure_fused_multi_step_decode.follows_k = True  # type: ignore[attr-defined]
