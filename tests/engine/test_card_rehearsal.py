@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import small
 import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from draft_training.eagle3 import save_draft
 from examples.bench import card, engines
@@ -29,6 +30,7 @@ from examples.bench.card_parts import (
 )
 from examples.bench.card_parts.probe import FLAG_PROBE
 from examples.bench.card_parts.setup import SIZES, Models
+from spec_plugin.engine.vllm.extension import SpecWorkerExtension
 
 pytestmark = pytest.mark.engine
 WHERE = {"card": None, "card_memory": None, "cpu": "some", "versions": {}, "date": "today", "commit": "c"}
@@ -54,10 +56,17 @@ def models(tmp_path_factory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def shared(models) -> engines.Engine:
-    """One engine with the flag in the place of all that a part would start: it cannot tell what they are, but that they run."""
+def shared(models) -> Iterator[engines.Engine]:
+    """One engine with the flag in the place of all that a part would start: it cannot tell what they are, but that they run.
+
+    vLLM makes the extension a base of its worker class for the whole process, and refuses another one that shares a
+    name with it: what the other tests' engines have stands aside until the end.
+    """
+    bases = CPUWorker.__bases__
+    CPUWorker.__bases__ = tuple(base for base in bases if not issubclass(base, SpecWorkerExtension))
     asked = engines.EngineSettings(max_num_seqs=REQUESTS, more={"worker_extension_cls": FLAG_PROBE})
-    return engines.build("flag", models.target, asked, models.draft, max(SIZES["tiny"].step_widths))
+    yield engines.build("flag", models.target, asked, models.draft, max(SIZES["tiny"].step_widths))
+    CPUWorker.__bases__ = bases
 
 
 class Shared:
