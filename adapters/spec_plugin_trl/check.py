@@ -162,6 +162,7 @@ def _dry_run(words: Sequence[str], spec: SpecConfig, unseen: list[str]) -> tuple
         spec: our options.
         unseen: why it was not seen is added here.
     """
+    print(f"{words[0]} runs up to the line that makes its trainer …", file=sys.stderr, flush=True)
     environment = os.environ | {flag.FLAG: flag.joined(["1"], spec.model_dump(exclude_unset=True))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answer.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import NoneType
 from typing import Any
 
@@ -55,19 +56,34 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
     if entry is None:
         instead = f"use {MAIN.module} with trainer.v1.trainer_mode={' or '.join(options.MODES)}"
         return _stopped(unsupported("-m", module, f"the trainer {module}", instead))
-    try:
-        config = compose_config(given, entry)
-        if broken := [*_broken_sections(config)]:
-            return _stopped(*broken)
-        OmegaConf.resolve(config)  # as the run does: also what nobody here looks at
-    except ModuleNotFoundError as error:
-        return _stopped(Objection("", "", str(error), str(error), "run the check where verl is installed", "verl"))
-    except REFUSALS as error:
-        lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
-        if meant := _meant(lines[0] if lines else "", entry):
-            return _stopped(_of_verl(lines[0], meant))
-        return _stopped(_of_verl(". ".join(lines[:2])))  # further ones are of hydra's inside
-    return _plan(config, entry, find)
+    refused: list[Objection] = []
+    while True:
+        try:
+            config = compose_config(given, entry)
+            if broken := [*_broken_sections(config)]:
+                return _stopped(*refused, *broken)
+            OmegaConf.resolve(config)  # as the run does: also what nobody here looks at
+        except ModuleNotFoundError as error:
+            return _stopped(Objection("", "", str(error), str(error), "run the check where verl is installed", "verl"))
+        except REFUSALS as error:
+            found, name = _refusal(error, entry)
+            refused.append(found)
+            rest = [word for word in given if word.partition("=")[0] != name]
+            if len(rest) == len(given):
+                return _stopped(*refused)
+            given = rest  # hydra stops at the first name that it does not know
+            continue
+        return _stopped(*refused) if refused else _plan(config, entry, find)
+
+
+def _refusal(error: Exception, entry: Entry) -> tuple[Objection, str]:
+    """What verl refuses, and the option that its configuration lacks; empty where it is something else."""
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    lacks = _NOT_THERE.match(lines[0] if lines else "")
+    name = lacks[1] if lacks else ""
+    if name and (meant := _meant(name, entry)):
+        return _of_verl(lines[0], meant), name
+    return _of_verl(". ".join(lines[:2])), name  # further lines are of hydra's inside
 
 
 def _stopped(*objections: Objection) -> RunPlan:
@@ -81,16 +97,19 @@ def _of_verl(why: str, instead: str = "") -> Objection:
     return Objection("", "", reason, f"{verl} refuses this itself: {why}", instead, "verl")
 
 
-def _meant(why: str, entry: Entry) -> str:
+def _meant(name: str, entry: Entry) -> str:
     """What to write in the place of an option that hydra does not find; empty where nothing is like it."""
-    if not (found := _NOT_THERE.match(why)):
-        return ""
-    name, ours = found[1], options.PREFIX.removeprefix("+")
+    ours = options.PREFIX.removeprefix("+")
     if name.startswith((ours, "spec.")):
         option = name.removeprefix(ours).removeprefix("spec.")
         return f"write +{ours}{option}=…, since verl's configuration lacks what is spec-plugin's"
-    near = difflib.get_close_matches(name, _names(OmegaConf.to_container(compose_config([], entry))), n=1)
+    near = difflib.get_close_matches(name, _names_of(entry), n=1)
     return f"did you mean {near[0]}?" if near else ""
+
+
+@cache
+def _names_of(entry: Entry) -> tuple[str, ...]:
+    return tuple(_names(OmegaConf.to_container(compose_config([], entry))))
 
 
 def _names(section: Any, before: str = "") -> Iterator[str]:

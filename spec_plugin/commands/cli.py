@@ -131,20 +131,40 @@ def main() -> None:
                 stream.reconfigure(errors="backslashreplace")
 
 
+_card_option = click.option(
+    "--card", default="", help="Where it is to run: a GPU's name, or cpu; default: what this machine's vLLM is for."
+)
+_vllm_option = click.option(
+    "--vllm", default="", help="vLLM's release there, such as 0.26; default: the one that is installed here."
+)
+
+
 @main.command()
 @click.option("--target", type=click.Path(path_type=Path), help="Folder of the policy's checkpoint.")
 @click.option(
     "--draft", type=click.Path(path_type=Path), help="Draft to start from: a folder, or OWNER/NAME of the hub."
 )
+@_card_option
+@_vllm_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def doctor(target: Path | None, draft: Path | None, as_json: bool) -> None:
-    """Look at everything that a run needs; exit 1, with a fix for each line, if it would not work."""
-    with contextlib.redirect_stdout(sys.stderr):  # libraries log to stdout while they are imported
-        sections = examine(target, draft)
+def doctor(target: Path | None, draft: Path | None, card: str, vllm: str, as_json: bool) -> None:
+    """Look at everything that a run needs; exit 1, with a fix for each line, if it would not work.
+
+    With --card and --vllm, "what an engine runs" is told of that card; all else is of what is installed here.
+    """
+    console, sections = Console(soft_wrap=True, highlight=False), []
+    looking = examine(target, draft, Cluster(card, vllm))
+    while True:
+        with contextlib.redirect_stdout(sys.stderr):  # libraries log to stdout while they are imported
+            if (section := next(looking, None)) is None:
+                break
+        sections.append(section)
+        if not as_json:
+            _print_section(console, section)
     if as_json:
         echo(to_json(sections))
     else:
-        _print_report(sections)
+        _print_verdict(console, sections)
     sys.exit(0 if works(sections) else 1)
 
 
@@ -174,10 +194,8 @@ Exit code: 0 accepted, 1 refused, 2 not to be judged.
 
 @main.command(help=_CHECK_HELP, context_settings={"ignore_unknown_options": True})
 @click.option("--model-config", type=click.Path(path_type=Path), help="A config.json that stands in for the model's.")
-@click.option(
-    "--card", default="", help="Where it is to run: a GPU's name, or cpu; default: what this machine's vLLM is for."
-)
-@click.option("--vllm", default="", help="vLLM's release there, such as 0.26; default: the one that is installed here.")
+@_card_option
+@_vllm_option
 @click.option("--json", "as_json", is_flag=True, help="Print the judgement as JSON.")
 @click.argument("trainer")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -282,14 +300,15 @@ def report(runs: tuple[Path, ...], out: Path | None, base: str | None, as_json: 
         echo(f"the page: {page.absolute()}")
 
 
-def _print_report(sections: list[Section]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    for section in sections:
-        console.print(Text(visible(section.title), style="bold"))
-        for finding in section.findings:
-            console.print(_line(finding))
-            if finding.fix:
-                console.print(Text(visible(f"       {'':<20} fix: {finding.fix}"), style=_MARKS[finding.state][1]))
+def _print_section(console: Console, section: Section) -> None:
+    console.print(Text(visible(section.title), style="bold"))
+    for finding in section.findings:
+        console.print(_line(finding))
+        if finding.fix:
+            console.print(Text(visible(f"       {'':<20} fix: {finding.fix}"), style=_MARKS[finding.state][1]))
+
+
+def _print_verdict(console: Console, sections: Sequence[Section]) -> None:
     failures = sum(f.state == "fail" for s in sections for f in s.findings)
     started = [f.name for s in sections for f in s.findings if f.name.endswith(PLATFORM) and f.fix]
     verdict = f"{failures} of these lines would stop a run: see each one's fix"

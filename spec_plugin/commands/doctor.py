@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -30,6 +30,7 @@ from spec_plugin.commands.graphs import NEVER_RUN, runners_by_method
 from spec_plugin.lifecycle.manager import built_in_method
 from spec_plugin.lifecycle.registry import optional_packages
 from spec_plugin.plan.hub import DraftNotHereError
+from spec_plugin.plan.model_runner import Cluster
 from spec_plugin.plan.refusals import read_json
 
 #: Distributions that every run needs.
@@ -46,30 +47,30 @@ class Section:
     findings: tuple[Diagnosis, ...]
 
 
-def examine(target: Path | None = None, draft: Path | None = None) -> list[Section]:
-    """Look at everything.
+def examine(target: Path | None = None, draft: Path | None = None, cluster: Cluster | None = None) -> Iterator[Section]:
+    """Look at everything, a section at a time: some import what a run imports, which takes seconds.
 
     Args:
         target: folder of the policy's checkpoint, or None.
         draft: folder of a draft checkpoint, or None.
+        cluster: the machines whose engines are told of; None: this one. All else is of what is installed here.
     """
-    return [
-        Section("versions", examine_versions()),
-        Section("vLLM capabilities", examine_capabilities()),
-        Section("what an engine runs", examine_engine()),
-        Section("CPU patches", examine_patches()),
-        Section("adapters", examine_adapters()),
-        Section("plugins", examine_plugins()),
-        *([Section("checkpoints", examine_checkpoints(target, draft))] if target or draft else []),
-    ]
+    yield Section("versions", examine_versions())
+    yield Section("what an engine runs", examine_engine(cluster or Cluster()))
+    yield Section("vLLM capabilities", examine_capabilities())
+    yield Section("CPU patches", examine_patches())
+    yield Section("adapters", examine_adapters())
+    yield Section("plugins", examine_plugins())
+    if target or draft:
+        yield Section("checkpoints", examine_checkpoints(target, draft))
 
 
-def works(sections: list[Section]) -> bool:
+def works(sections: Sequence[Section]) -> bool:
     """True when nothing that was found stops a run."""
     return not any(f.state == "fail" for s in sections for f in s.findings)
 
 
-def to_json(sections: list[Section]) -> str:
+def to_json(sections: Sequence[Section]) -> str:
     """The sections as JSON, with ``works``."""
     return json.dumps({"works": works(sections), "sections": [asdict(s) for s in sections]}, indent=1)
 
@@ -149,11 +150,11 @@ def examine_capabilities() -> tuple[Diagnosis, ...]:
         return (Diagnosis("vllm", "fail", str(error), _install_vllm()),)
 
 
-def examine_engine() -> tuple[Diagnosis, ...]:
+def examine_engine(cluster: Cluster) -> tuple[Diagnosis, ...]:
     """Which of vLLM's model runners, with which CUDA graphs, each method gets, and what of a run on a GPU nobody has tried."""
-    device = device_type()
+    device = cluster.device_type
     return (
-        Diagnosis("model runner", "ok", runners_by_method(device)),
+        Diagnosis("model runner", "ok", runners_by_method(cluster)),
         Diagnosis("never run on a GPU", "ok" if device == "cpu" else "note", NEVER_RUN[device]),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_plugin.plan.model_runner import METHODS, Cluster, Runner, runner_of
+from spec_plugin.plan.model_runner import METHODS, Cluster, Runner
 
 #: of a vLLM that takes V1 and piecewise graphs only since k changes (the bench's NOTEBOOK.md): what no controller can give back
 SLOWER_PLAIN = (
@@ -17,7 +17,7 @@ UNTRIED_ON_V2 = (
 _KINDS = {True: "full and piecewise", False: "piecewise"}
 #: what of a run nobody has tried on a GPU, by the device type of the engine
 NEVER_RUN = {
-    "cpu": "judged for vLLM's CPU build, on which spec-plugin is tested; of GPUs tells spec-plugin check --card H100 …",
+    "cpu": "judged for vLLM's CPU build, on which spec-plugin is tested; --card H100 --vllm 0.26 says it for those",
     "cuda": "no run of a trainer with the flag, and more: docs/supported.md#never-run-on-a-gpu is the list",
 }
 
@@ -40,15 +40,15 @@ def graphs_of(runner: Runner, cluster: Cluster) -> str:
     return f"{graphs} (vLLM's own choice on V1, since k changes while it runs){more}"
 
 
-def runners_by_method(device_type: str) -> str:
+def runners_by_method(cluster: Cluster) -> str:
     """Model runner and CUDA graphs of each method, where nothing was asked of vLLM; for the doctor.
 
     Args:
-        device_type: "cpu" or "cuda".
+        cluster: where the engines run.
     """
     by_runner: dict[str, list[str]] = {}
     for name, settings in METHODS.items():
-        runner = runner_of(settings, device_type)
-        graphs = "" if runner.refused or device_type == "cpu" else f", with {_KINDS[runner.v2]} CUDA graphs"
+        runner = cluster.runner_of(settings)
+        graphs = "" if runner.refused or cluster.device_type == "cpu" else f", with {_KINDS[runner.v2]} CUDA graphs"
         by_runner.setdefault(f"{runner.words}{graphs}", []).append(name)
     return "; ".join(f"{runner} ({', '.join(names)})" for runner, names in by_runner.items())

@@ -15,6 +15,7 @@ from spec_plugin_conformance import tiny
 from spec_plugin_conformance.driver import ConformanceDriver, RunSettings, option_word
 from torch import Tensor
 
+from spec_plugin_trl_cpu import calculator
 from spec_plugin_trl_cpu.run import TrlCpuRun
 
 SAMPLES, TOKENS = 8, 40
@@ -48,6 +49,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "the same where TRL does not recompute log-probs, with a reference: the same model without its adapter",
         {**_HALVES, "vllm_importance_sampling_correction": False, "beta": 0.1},
     ),
+    "tools": (
+        "a tool that the policy calls, and whose answers stand in its responses",
+        {"max_tool_calling_iterations": 2},
+    ),
     "dp2": ("two ranks (DDP), each with an engine of its own", _RANKS),
     "zero3": ("two ranks, ZeRO-3", {**_RANKS, "deepspeed": _ZERO_3}),
     "fsdp2": ("two ranks, FSDP2", {**_RANKS, "fsdp": "full_shard", "fsdp_config": _FSDP_2}),
@@ -67,12 +72,14 @@ class TrlDriver(ConformanceDriver):
         """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape)
         root.mkdir(parents=True, exist_ok=True)
-        self._target = tiny.make_target(root / "policy")
+        self._calls = shape == "tools"
+        self._target = (calculator if self._calls else tiny).make_target(root / "policy")
         self._peft = shape in ("peft", "skip-peft")
         #: optimizer steps for each rollout phase, which is what the kit calls a step
         self._cycle = 4 if shape == "iterations" else 1
         self._data, self._reward = root / "data.jsonl", tiny.write_reward(root)
-        self._data.write_text("".join(json.dumps({"prompt": p, "label": ""}) + "\n" for p in tiny.prompts(64)))
+        asked = ([{"role": "user", "content": p}] if self._calls else p for p in tiny.prompts(64))
+        self._data.write_text("".join(json.dumps({"prompt": p, "label": ""}) + "\n" for p in asked))
 
     @property
     def target(self) -> Path:
@@ -89,6 +96,7 @@ class TrlDriver(ConformanceDriver):
             saved = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
             words += ["--resume", str(max(saved, key=lambda f: int(f.name.rpartition("-")[2])))]
         words += ["--trainer", "rloo"] if self.shape == "rloo" else ["--peft"] if self._peft else []
+        words += ["--tools", f"{calculator.__name__}:{calculator.add.__name__}"] if self._calls else []
         settings: dict[str, Any] = {
             "per_device_train_batch_size": SAMPLES,
             "num_generations": SAMPLES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import logging
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--trainer", choices=["grpo", "rloo"], default="grpo")
     parser.add_argument("--peft", action="store_true", help="train a LoRA adapter")
     parser.add_argument("--lora-dropout", type=float, default=0.0)
+    parser.add_argument(
+        "--tools", nargs="*", default=[], metavar="MODULE:FUNCTION", help="tools that the policy may call"
+    )
     parser.add_argument("--evaluate", action="store_true", help="evaluate on the first four rows")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="a field of the configuration")
     a = parser.parse_args(argv)
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     spec.loader.exec_module(module)
 
     def reward(completions: Sequence[Any], label: Sequence[str], **_: Any) -> list[float]:
-        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        texts = [c if isinstance(c, str) else "".join(m.get("content") or "" for m in c) for c in completions]
         return [float(module.compute_score("", text, of)) for text, of in zip(texts, label, strict=True)]
 
     rows = [json.loads(line) for line in a.data.read_text().splitlines()]
@@ -96,6 +100,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         from peft import LoraConfig
 
         peft = LoraConfig(r=8, lora_dropout=a.lora_dropout, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    named = (name.partition(":") for name in a.tools)
+    tools = (
+        {"tools": [getattr(importlib.import_module(module), function) for module, _, function in named]}
+        if a.tools
+        else {}
+    )
     config, trainer = (GRPOConfig, GRPOTrainer) if a.trainer == "grpo" else (RLOOConfig, RLOOTrainer)
     run = trainer(
         model=a.model,
@@ -105,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         eval_dataset=Dataset.from_list(rows[:4]) if a.evaluate else None,
         callbacks=[MetricsFile(a.out / "metrics.jsonl")],
         peft_config=peft,
+        **tools,
     )
     timed(run)
     run.train(resume_from_checkpoint=a.resume)

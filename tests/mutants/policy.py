@@ -206,6 +206,14 @@ MUTATIONS = (
     Mutation(
         _PLAN,
         "slowdown_without",
+        "reads / seconds",
+        "1.0",
+        "a rollout in which one prompt is read after another saves half of what it says, and training gets half of its time",
+        ("test_slowdown.py",),
+    ),
+    Mutation(
+        _PLAN,
+        "slowdown_without",
         "gains * (found / expected)",
         "gains",
         "what was expected of drafts is told as saved, whatever was accepted",

@@ -231,3 +231,18 @@ def test_a_launched_script_speculates_with_its_arguments_and_evaluates_in_betwee
     assert all(row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3 for row in rows), said
     assert [row["spec/policy_version"] for row in rows] == [0, 1, 2] and rows[-1]["spec/draft_version"] > 0
     assert "the self-test passed" in found.stderr + found.stdout
+
+
+def test_a_policy_that_calls_a_tool_drafts_in_each_of_its_turns(tmp_path: Path) -> None:
+    """TRL parses the call and answers it; what the tool says is in the response, and not judged as the policy's."""
+    from spec_plugin_conformance.driver import RunSettings
+    from spec_plugin_trl_cpu.conformance import TrlDriver
+
+    options = {"serve": "always", "train_share": 0.4, "self_test_seconds": 30}
+    driver = TrlDriver(tmp_path / "kit", "tools")
+    rows = list(dict(driver.launch(RunSettings(tmp_path / "run", steps=4, options=options))).values())
+    assert len(rows) == 4
+    for row in rows:
+        assert row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3, row
+        assert row["tools/call_frequency"] > 0.2 and row["tools/failure_frequency"] < 0.5, row
+    assert rows[-1]["spec/acceptance_length"] > 1.2 and rows[-1]["spec/draft_version"] > 0, rows[-1]

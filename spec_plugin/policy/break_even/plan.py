@@ -136,7 +136,7 @@ def slowdown_without(stats: RolloutStats, cost: StepCost, acceptance: Sequence[f
     """Seconds that a rollout's steps would have taken without drafts over what they took; None where none was timed.
 
     A step that made n tokens of each request stands for n plain ones, of the same moment: so what else the machine did cancels.
-    Steps that read prompts are taken to be as long either way.
+    One that reads prompts reads them either way: without drafts it is shorter by these, and what they made takes plain steps.
 
     Args:
         stats: of the rollout.
@@ -145,14 +145,21 @@ def slowdown_without(stats: RolloutStats, cost: StepCost, acceptance: Sequence[f
     """
     if not stats.steps:
         return None
-    rows = [(s.batch, s.k, s.paused, s.total, s.drafted, s.drafted / s.forwards, s.prompts) for s in stats.steps]
-    batch, k, paused, seconds, drafted, share, prompts = np.array(rows, np.float64).T
+    rows = [
+        (s.batch, s.k, s.paused, s.total, s.steps, s.drafted, s.drafted / s.forwards, s.prompts) for s in stats.steps
+    ]
+    batch, k, paused, seconds, steps, drafted, share, prompts = np.array(rows, np.float64).T
     gains = np.array([tokens_per_step(acceptance, int(n)) - 1.0 for n in k])
     expected = float((gains * drafted).sum() / max(1.0, drafted.sum()))
     found = (stats.tokens_per_forward or 1.0) - 1.0  # what is expected says how that divides among several k
     gains = gains * (found / expected) if expected > 0.0 else np.full_like(gains, found)
-    ratio = (1.0 + share * gains) * cost.seconds_of(batch, 0) / cost.seconds_of(batch, k, paused > 0.0)
+    plain, here = cost.seconds_of(batch, 0), cost.seconds_of(batch, k, paused > 0.0)
+    ratio = (1.0 + share * gains) * plain / here
     # without a draft's tokens nothing is saved, whatever two measurements of busy moments say of the draft's own pass
     ratio = np.where(share > 0.0, ratio, np.minimum(1.0, ratio))
-    ratio = np.where(prompts > 0.0, 1.0, ratio)
+    decodes = prompts == 0.0
+    slow = float(seconds[decodes].sum() / (here * steps)[decodes].sum()) if decodes.any() else 1.0  # at this moment
+    plain, here = plain * steps * slow, here * steps * slow
+    reads = np.maximum(plain, seconds - share * (here - plain)) + share * gains * plain
+    ratio = np.where(decodes, ratio, np.where(share > 0.0, reads / seconds, 1.0))
     return float((seconds * ratio).sum() / seconds.sum())

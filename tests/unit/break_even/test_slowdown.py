@@ -81,7 +81,7 @@ def test_of_a_rollout_without_timed_steps_nothing_is_known():
 
 
 def mixed_rollout(
-    drafted: int, *, busy: float = 1.0, drafts_less: float = 1.0, prompts: float = 0.0
+    drafted: int, *, busy: float = 1.0, drafts_less: float = 1.0, prompts: float = 0.0, reading: int = 100
 ) -> tuple[RolloutStats, float]:
     """One of 8 requests at a time, so many of which have a draft of 3 tokens, and what it takes without drafts, over that.
 
@@ -89,18 +89,19 @@ def mixed_rollout(
         drafted: of the 8, always others.
         busy: all steps take so many times as long.
         drafts_less: drafted steps take less than the cost model says by this factor.
-        prompts: seconds of reading, in a quarter of the steps.
+        prompts: seconds of reading, in some of the steps.
+        reading: how many of the 400 steps these are.
     """
     cost, tokens = Cost(), tokens_per_step(CHANCES, 3)
     plain = cost.seconds(8, 0)
     # verified are fewer tokens, but the draft's passes are for all: three, each of which takes what reading does
     step = busy * drafts_less * (plain * 1.3 + drafted / 8 * (cost.seconds(8, 3) - plain * 1.3))
-    mixed = [mixed_steps(8, 3, False, 300 * step, 300, 300 * drafted)]
-    mixed += [mixed_steps(8, 3, True, 100 * (step + busy * prompts), 100, 100 * drafted)]
+    mixed = [mixed_steps(8, 3, False, (400 - reading) * step, 400 - reading, (400 - reading) * drafted)]
+    mixed += [mixed_steps(8, 3, True, reading * (step + busy * prompts), reading, reading * drafted)]
     drafts = 400 * drafted
     stats = RolloutStats(1, 8, 1000, 1.0, drafts, 0, round(drafts * (tokens - 1.0)), steps=tuple(mixed))
     made = 400 * (1.0 + drafted / 8 * (tokens - 1.0))
-    return stats, busy * (made * plain + 100 * prompts) / sum(m.total for m in mixed)
+    return stats, busy * (made * plain + reading * prompts) / sum(m.total for m in mixed)
 
 
 @pytest.mark.parametrize("busy", [1.0, 3.0])
@@ -109,6 +110,15 @@ def mixed_rollout(
 def test_where_no_two_steps_are_alike_about_the_truth_is_found_and_rather_too_little(drafted, busy, prompts):
     stats, truth = mixed_rollout(drafted, busy=busy, prompts=prompts)
     assert 0.8 * truth < slowdown_without(stats, Cost(), CHANCES) <= 1.01 * truth
+
+
+@pytest.mark.parametrize("busy", [1.0, 3.0])
+@pytest.mark.parametrize("reading", [200, 320])
+def test_where_most_steps_read_prompts_beside_their_drafts_these_count_too(reading, busy):
+    """48 short responses in 8 places: whenever one ends, another's prompt is read. Half of it was told as not saved."""
+    stats, truth = mixed_rollout(7, busy=busy, prompts=0.005, reading=reading)
+    assert 0.9 * truth < slowdown_without(stats, Cost(), CHANCES) <= 1.01 * truth
+    assert truth > 1.4
 
 
 def test_among_several_k_a_step_that_is_not_alike_counts_with_the_requests_that_had_a_draft():

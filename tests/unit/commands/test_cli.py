@@ -255,10 +255,10 @@ def test_the_doctor_says_what_training_a_draft_takes_and_where_it_lies(tmp_path,
 
 
 def test_what_libraries_print_while_they_are_examined_is_not_in_the_json(monkeypatch):
-    def talkative(target, draft):
+    def talkative(target, draft, cluster):
         logging.StreamHandler(sys.stdout).emit(logging.makeLogRecord({"msg": "a handler made meanwhile"}))
         print("a library")
-        return []
+        yield from ()
 
     monkeypatch.setattr("spec_plugin.commands.cli.examine", talkative)
     assert json.loads(invoke("doctor", "--json").stdout)["works"]

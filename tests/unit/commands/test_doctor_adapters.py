@@ -211,7 +211,7 @@ def test_the_doctors_last_line_does_not_say_that_a_run_is_ready_which_needs_a_va
         (trl.on_cpu(), "a run has everything that it needs, if it is started as the fix of trl platform says\n"),
         ((), "a run has everything that it needs\n"),
     ):
-        cli._print_report([doctor.Section("adapters", tuple(findings))])
+        cli._print_verdict(cli.Console(soft_wrap=True), [doctor.Section("adapters", tuple(findings))])
         assert capsys.readouterr().out.endswith(said)
 
 

@@ -58,11 +58,10 @@ def test_a_cluster_is_judged_by_its_own_card_and_release_not_by_this_machine(mon
 
 
 def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "device_type", lambda: "cuda")
     runners = {"eagle3": V2, "draft_model": V1, "suffix": Runner(True, "it lacks it", refused=True)}
     monkeypatch.setattr(graphs, "METHODS", {name: {"method": name} for name in runners})
-    monkeypatch.setattr(graphs, "runner_of", lambda settings, device: runners[settings["method"]])
-    runner, never = doctor.examine_engine()
+    monkeypatch.setattr(Cluster, "runner_of", lambda _, settings: runners[settings["method"]])
+    runner, never = doctor.examine_engine(Cluster("H100"))
     assert runner.name == "model runner" and never.state == "note"
     for said in (
         "V2: a test, with full and piecewise CUDA graphs (eagle3)",
@@ -71,6 +70,11 @@ def test_doctor_says_it_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert said in runner.detail
     assert never.detail == NEVER_RUN["cuda"]
-    monkeypatch.setattr(doctor, "device_type", lambda: "cpu")
-    runner, never = doctor.examine_engine()
+    runner, never = doctor.examine_engine(Cluster("cpu"))
     assert (runner.state, never.state) == ("ok", "ok") and "graphs" not in runner.detail
+
+
+def test_doctor_tells_of_another_card_and_release_than_this_machine_s() -> None:
+    old, new = (doctor.examine_engine(Cluster("H100", vllm))[0].detail for vllm in ("0.24", "0.26"))
+    assert "V1: V2 0.24 lacks a k that changes" in old and "V2: vLLM's own choice" not in old
+    assert "V2: vLLM's own choice, with full and piecewise CUDA graphs (eagle3" in new

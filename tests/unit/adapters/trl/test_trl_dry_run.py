@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -79,3 +81,38 @@ def test_a_dry_run_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     dry._no_training(module)
     with pytest.raises(SystemExit, match="it trains a Trainer before it makes a GRPOTrainer"):
         module.Trainer().train()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_check_that_is_killed_leaves_no_script_behind(dry_run: Callable[[str], RunPlan], tmp_path: Path) -> None:
+    """As a shell's time limit kills it, which lets nobody clean up; a script may load a model of many gigabytes."""
+    (script, said) = tmp_path / "sleeps.py", tmp_path / "pid"
+    script.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(said)!r}).write_text(f'{{os.getpid()}} ')\ntime.sleep(99)"
+    )
+    asked = [
+        sys.executable,
+        "-m",
+        "spec_plugin.commands",
+        "check",
+        "trl",
+        "--",
+        "python",
+        str(script),
+        "--spec.dry_run",
+    ]
+    command = subprocess.Popen(asked)
+    try:
+        assert _within_a_minute(lambda: said.exists() and said.read_text().endswith(" "))
+    finally:
+        command.kill()
+        command.wait()
+    script_process = Path("/proc") / said.read_text().strip()
+    assert _within_a_minute(lambda: not script_process.exists() or ") Z " in (script_process / "stat").read_text())
+
+
+def _within_a_minute(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not (found := true()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found

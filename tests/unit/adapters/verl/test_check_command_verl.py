@@ -197,6 +197,16 @@ def test_what_hydra_refuses_is_said_in_its_words_and_nothing_else_is_judged(give
 
 
 @needs_verl
+def test_all_options_that_hydra_does_not_know_are_named_at_once() -> None:
+    wrong = [f"{ROLLOUT}temprature=1", "actor_rollout_ref.actor.nonsense=3", f"{SPEC[1:]}k=5"]
+    found = judge_run("verl", [PATH, VLLM, *wrong, f"{ROLLOUT}n=many"], a_qwen3)
+    meant = (f"did you mean {ROLLOUT}temperature?", "actor_rollout_ref.actor.nonsense", f"write {SPEC}k=…")
+    assert len(found.objections) == len(meant)
+    for objection, said in zip(found.objections, meant, strict=True):
+        assert said in str(objection) and objection.by == "verl"
+
+
+@needs_verl
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
