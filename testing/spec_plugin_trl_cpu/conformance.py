@@ -73,7 +73,7 @@ class TrlDriver(ConformanceDriver):
         super().__init__(root, shape)
         root.mkdir(parents=True, exist_ok=True)
         self._calls = shape == "tools"
-        self._target = (calculator if self._calls else tiny).make_target(root / "policy")
+        self._target = calculator.make_target(root / "policy") if self._calls else tiny.make_target(root / "policy")
         self._peft = shape in ("peft", "skip-peft")
         #: optimizer steps for each rollout phase, which is what the kit calls a step
         self._cycle = 4 if shape == "iterations" else 1
