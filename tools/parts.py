@@ -65,7 +65,7 @@ REHEARSED = (("verl", "tests/gpu"), ("trl", "tests/gpu/test_gpu_trl.py"))
 SHAPES = {
     "verl": "tp2 dp2 nodes2 lora lora-adapters packed mistral long colocate separate separate2 v2",
     "openrlhf": "tp2 dp2 zero3 job async partial",
-    "trl": "skip accumulate iterations sleep rloo peft skip-peft tools dp2 zero3 fsdp2",
+    "trl": "skip accumulate iterations sleep rloo peft skip-peft dp2 zero3 fsdp2",
 }
 QUICK_SHAPES = ("tp2", "dp2", "separate")  # of verl, some minutes for all three
 #: the checks of a shape that need one short run and no self-test
