@@ -56,24 +56,30 @@ def check(arguments: Sequence[str], find: FindModel) -> RunPlan:
     if entry is None:
         instead = f"use {MAIN.module} with trainer.v1.trainer_mode={' or '.join(options.MODES)}"
         return _stopped(unsupported("-m", module, f"the trainer {module}", instead))
+    try:
+        config, refused = _composed(given, entry)
+    except ModuleNotFoundError as error:
+        return _stopped(Objection("", "", str(error), str(error), "run the check where verl is installed", "verl"))
+    return _stopped(*refused) if refused else _plan(config, entry, find)
+
+
+def _composed(given: Sequence[str], entry: Entry) -> tuple[Any, list[Objection]]:
+    """verl's configuration, and all that it refuses; hydra itself stops at the first name that it does not know."""
     refused: list[Objection] = []
     while True:
         try:
             config = compose_config(given, entry)
-            if broken := [*_broken_sections(config)]:
-                return _stopped(*refused, *broken)
-            OmegaConf.resolve(config)  # as the run does: also what nobody here looks at
-        except ModuleNotFoundError as error:
-            return _stopped(Objection("", "", str(error), str(error), "run the check where verl is installed", "verl"))
+            broken = [*_broken_sections(config)]
+            if not broken:
+                OmegaConf.resolve(config)  # as the run does: also what nobody here looks at
+            return config, [*refused, *broken]
         except REFUSALS as error:
             found, name = _refusal(error, entry)
             refused.append(found)
             rest = [word for word in given if word.partition("=")[0] != name]
             if len(rest) == len(given):
-                return _stopped(*refused)
-            given = rest  # hydra stops at the first name that it does not know
-            continue
-        return _stopped(*refused) if refused else _plan(config, entry, find)
+                return None, refused
+            given = rest
 
 
 def _refusal(error: Exception, entry: Entry) -> tuple[Objection, str]:

@@ -152,15 +152,12 @@ def doctor(target: Path | None, draft: Path | None, card: str, vllm: str, as_jso
 
     With --card and --vllm, "what an engine runs" is told of that card; all else is of what is installed here.
     """
-    console, sections = Console(soft_wrap=True, highlight=False), []
-    looking = examine(target, draft, Cluster(card, vllm))
-    while True:
-        with contextlib.redirect_stdout(sys.stderr):  # libraries log to stdout while they are imported
-            if (section := next(looking, None)) is None:
-                break
-        sections.append(section)
-        if not as_json:
-            _print_section(console, section)
+    console, sections = Console(file=sys.stdout, soft_wrap=True, highlight=False), []
+    with contextlib.redirect_stdout(sys.stderr):  # libraries log to stdout while they are imported
+        for section in examine(target, draft, Cluster(card, vllm)):
+            sections.append(section)
+            if not as_json:
+                _print_section(console, section)
     if as_json:
         echo(to_json(sections))
     else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from datasets import Dataset
@@ -100,12 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from peft import LoraConfig
 
         peft = LoraConfig(r=8, lora_dropout=a.lora_dropout, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    named = (name.partition(":") for name in a.tools)
-    tools = (
-        {"tools": [getattr(importlib.import_module(module), function) for module, _, function in named]}
-        if a.tools
-        else {}
-    )
+    tools = {"tools": [resolve_name(name) for name in a.tools]} if a.tools else {}
     config, trainer = (GRPOConfig, GRPOTrainer) if a.trainer == "grpo" else (RLOOConfig, RLOOTrainer)
     run = trainer(
         model=a.model,

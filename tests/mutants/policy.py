@@ -198,7 +198,7 @@ MUTATIONS = (
     Mutation(
         _PLAN,
         "slowdown_without",
-        "ratio = np.where(share > 0.0, ratio, np.minimum(1.0, ratio))",
+        "without = np.where(share > 0.0, without, np.minimum(seconds, without))",
         "pass",
         "a phase without a single draft is said to have saved minutes",
         ("test_slowdown.py",),
@@ -206,8 +206,8 @@ MUTATIONS = (
     Mutation(
         _PLAN,
         "slowdown_without",
-        "reads / seconds",
-        "1.0",
+        "np.where(share > 0.0, reads, seconds)",
+        "seconds",
         "a rollout in which one prompt is read after another saves half of what it says, and training gets half of its time",
         ("test_slowdown.py",),
     ),

@@ -153,13 +153,13 @@ def slowdown_without(stats: RolloutStats, cost: StepCost, acceptance: Sequence[f
     expected = float((gains * drafted).sum() / max(1.0, drafted.sum()))
     found = (stats.tokens_per_forward or 1.0) - 1.0  # what is expected says how that divides among several k
     gains = gains * (found / expected) if expected > 0.0 else np.full_like(gains, found)
-    plain, here = cost.seconds_of(batch, 0), cost.seconds_of(batch, k, paused > 0.0)
-    ratio = (1.0 + share * gains) * plain / here
+    plain, here = steps * cost.seconds_of(batch, 0), steps * cost.seconds_of(batch, k, paused > 0.0)
+    added = share * gains  # tokens of each request
+    without = (1.0 + added) * seconds * plain / here
     # without a draft's tokens nothing is saved, whatever two measurements of busy moments say of the draft's own pass
-    ratio = np.where(share > 0.0, ratio, np.minimum(1.0, ratio))
+    without = np.where(share > 0.0, without, np.minimum(seconds, without))
     decodes = prompts == 0.0
-    slow = float(seconds[decodes].sum() / (here * steps)[decodes].sum()) if decodes.any() else 1.0  # at this moment
-    plain, here = plain * steps * slow, here * steps * slow
-    reads = np.maximum(plain, seconds - share * (here - plain)) + share * gains * plain
-    ratio = np.where(decodes, ratio, np.where(share > 0.0, reads / seconds, 1.0))
-    return float((seconds * ratio).sum() / seconds.sum())
+    slow = seconds[decodes].sum() / here[decodes].sum() if decodes.any() else 1.0  # at this moment
+    reads = np.maximum(slow * plain, seconds - share * slow * (here - plain)) + added * slow * plain
+    without = np.where(decodes, without, np.where(share > 0.0, reads, seconds))
+    return float(without.sum() / seconds.sum())

@@ -81,26 +81,33 @@ def test_of_a_rollout_without_timed_steps_nothing_is_known():
 
 
 def mixed_rollout(
-    drafted: int, *, busy: float = 1.0, drafts_less: float = 1.0, prompts: float = 0.0, reading: int = 100
+    drafted: int,
+    *,
+    busy: float = 1.0,
+    drafts_less: float = 1.0,
+    prompts: float = 0.0,
+    reading: int = 100,
+    places: int = 8,
 ) -> tuple[RolloutStats, float]:
-    """One of 8 requests at a time, so many of which have a draft of 3 tokens, and what it takes without drafts, over that.
+    """One of some requests at a time, so many of which have a draft of 3 tokens, and what it takes without drafts, over that.
 
     Args:
-        drafted: of the 8, always others.
+        drafted: of these, always others.
         busy: all steps take so many times as long.
         drafts_less: drafted steps take less than the cost model says by this factor.
         prompts: seconds of reading, in some of the steps.
         reading: how many of the 400 steps these are.
+        places: requests at a time.
     """
     cost, tokens = Cost(), tokens_per_step(CHANCES, 3)
-    plain = cost.seconds(8, 0)
+    plain = cost.seconds(places, 0)
     # verified are fewer tokens, but the draft's passes are for all: three, each of which takes what reading does
-    step = busy * drafts_less * (plain * 1.3 + drafted / 8 * (cost.seconds(8, 3) - plain * 1.3))
-    mixed = [mixed_steps(8, 3, False, (400 - reading) * step, 400 - reading, (400 - reading) * drafted)]
-    mixed += [mixed_steps(8, 3, True, reading * (step + busy * prompts), reading, reading * drafted)]
+    step = busy * drafts_less * (plain * 1.3 + drafted / places * (cost.seconds(places, 3) - plain * 1.3))
+    mixed = [mixed_steps(places, 3, False, (400 - reading) * step, 400 - reading, (400 - reading) * drafted)]
+    mixed += [mixed_steps(places, 3, True, reading * (step + busy * prompts), reading, reading * drafted)]
     drafts = 400 * drafted
     stats = RolloutStats(1, 8, 1000, 1.0, drafts, 0, round(drafts * (tokens - 1.0)), steps=tuple(mixed))
-    made = 400 * (1.0 + drafted / 8 * (tokens - 1.0))
+    made = 400 * (1.0 + drafted / places * (tokens - 1.0))
     return stats, busy * (made * plain + reading * prompts) / sum(m.total for m in mixed)
 
 
@@ -113,10 +120,16 @@ def test_where_no_two_steps_are_alike_about_the_truth_is_found_and_rather_too_li
 
 
 @pytest.mark.parametrize("busy", [1.0, 3.0])
-@pytest.mark.parametrize("reading", [200, 320])
-def test_where_most_steps_read_prompts_beside_their_drafts_these_count_too(reading, busy):
-    """48 short responses in 8 places: whenever one ends, another's prompt is read. Half of it was told as not saved."""
-    stats, truth = mixed_rollout(7, busy=busy, prompts=0.005, reading=reading)
+@pytest.mark.parametrize(
+    ("drafted", "places", "reading", "prompts"),
+    [(7, 8, 200, 0.005), (7, 8, 320, 0.005), (1020, 1024, 40, 0.05), (1020, 1024, 380, 0.05)],
+)
+def test_steps_that_read_prompts_beside_their_drafts_count_too(drafted, places, reading, prompts, busy):
+    """48 short responses in 8 places: whenever one ends, another's prompt is read. Half of it was told as not saved.
+
+    Of 1024 places and long responses, too: behind the first tenth of a rollout some request ends in nearly each step.
+    """
+    stats, truth = mixed_rollout(drafted, busy=busy, prompts=prompts, reading=reading, places=places)
     assert 0.9 * truth < slowdown_without(stats, Cost(), CHANCES) <= 1.01 * truth
     assert truth > 1.4
 

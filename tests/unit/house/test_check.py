@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import namespaces
 import pytest
 from _pytest.mark.expression import Expression
 from builders.paths import ROOT
+from builders.waiting import wait_until
 from check import PARTS, Part, parse
 from parts import MINIMAL
 
@@ -76,13 +77,6 @@ def children(pid: int) -> list[int]:
             if int(file.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
                 found.append(int(file.parent.name))
     return found
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds()
 
 
 @pytest.fixture(autouse=True)

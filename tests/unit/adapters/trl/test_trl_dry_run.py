@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from builders.waiting import wait_until
 from spec_plugin_trl import options
 from spec_plugin_trl.check import check
 
@@ -103,16 +103,9 @@ def test_a_check_that_is_killed_leaves_no_script_behind(dry_run: Callable[[str],
     ]
     command = subprocess.Popen(asked)
     try:
-        assert _within_a_minute(lambda: said.exists() and said.read_text().endswith(" "))
+        assert wait_until(lambda: said.exists() and said.read_text().endswith(" "), 60)
     finally:
         command.kill()
         command.wait()
     script_process = Path("/proc") / said.read_text().strip()
-    assert _within_a_minute(lambda: not script_process.exists() or ") Z " in (script_process / "stat").read_text())
-
-
-def _within_a_minute(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
-    while not (found := true()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found
+    assert wait_until(lambda: not script_process.exists() or ") Z " in (script_process / "stat").read_text())
