@@ -62,11 +62,13 @@ def shared(models) -> Iterator[engines.Engine]:
     vLLM makes the extension a base of its worker class for the whole process, and refuses another one that shares a
     name with it: what the other tests' engines have stands aside until the end.
     """
-    others = tuple(base for base in CPUWorker.__bases__ if not issubclass(base, SpecWorkerExtension))
+    bases = CPUWorker.__bases__
+    CPUWorker.__bases__ = tuple(base for base in bases if not issubclass(base, SpecWorkerExtension))
     asked = engines.EngineSettings(max_num_seqs=REQUESTS, more={"worker_extension_cls": FLAG_PROBE})
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(CPUWorker, "__bases__", others)
+    try:
         yield engines.build("flag", models.target, asked, models.draft, max(SIZES["tiny"].step_widths))
+    finally:
+        CPUWorker.__bases__ = bases
 
 
 class Shared:
