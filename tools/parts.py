@@ -63,9 +63,9 @@ ON_V2 = {
 REHEARSED = (("verl", "tests/gpu"), ("trl", "tests/gpu/test_gpu_trl.py"))
 #: deployment shapes of the kit's drivers; all checks of one take 5 to 15 minutes
 SHAPES = {
-    "verl": "tp2 dp2 nodes2 lora lora-adapters packed mistral long colocate separate separate2 v2",
-    "openrlhf": "tp2 dp2 zero3 job async partial",
-    "trl": "skip accumulate iterations sleep rloo peft skip-peft dp2 zero3 fsdp2",
+    "verl": "tp2 dp2 nodes2 lora lora-adapters packed agent mistral long colocate separate separate2 v2",
+    "openrlhf": "tp2 dp2 zero3 agent job async partial",
+    "trl": "skip accumulate iterations sleep rloo peft skip-peft tools environment rollouts dp2 zero3 fsdp2",
 }
 QUICK_SHAPES = ("tp2", "dp2", "separate")  # of verl, some minutes for all three
 #: the checks of a shape that need one short run and no self-test

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spec_plugin_trl.registration import ENGINE, GENERATION, METHODS, TRAINERS, Called
+from spec_plugin_trl.registration import ENGINE, METHODS, WRAPPED, Called
 
 #: of these every trainer of transformers inherits its own
 INHERITED = ("_load_optimizer_and_scheduler",)
@@ -56,6 +56,8 @@ def missing(source: str, name: str, methods: Mapping[str, Called]) -> list[str]:
         if method not in functions:
             wrong += [] if method in INHERITED else [f"{name}.{method}"]
             continue
+        if not called.positional:
+            continue
         try:
             signature(functions[method]).bind(*called.positional, **dict.fromkeys(called.named))
         except TypeError as error:
@@ -66,11 +68,9 @@ def missing(source: str, name: str, methods: Mapping[str, Called]) -> list[str]:
 def look(folder: Path) -> list[str]:
     """What an unpacked TRL lacks."""
     wrong = []
-    for module, name in TRAINERS.items():
-        wrong += missing(_source(folder, module), name, METHODS)
-    source = _source(folder, ENGINE)
-    wrong += missing(source, "VLLMGeneration", GENERATION)
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for module, name in WRAPPED.items():
+        wrong += missing(_source(folder, module), name, METHODS[name])
+    calls = [node for node in ast.walk(ast.parse(_source(folder, ENGINE))) if isinstance(node, ast.Call)]
     if not any(isinstance(call.func, ast.Name) and call.func.id == "LLM" for call in calls):
         wrong.append(f"{ENGINE}.LLM")
     return wrong

@@ -31,7 +31,7 @@ def main() -> None:
     out = Path(sys.argv[1])
 
     def trainer_made(trainer: Any, given: Mapping[str, Any]) -> NoReturn:
-        answer(given, options.of_trainer(type(trainer), given))
+        answer(given, options.of_trainer(type(trainer)))
 
     def other_made(trainer: Any, given: Mapping[str, Any]) -> None:
         if refused := [*options.of_other(type(trainer), given)]:

@@ -107,16 +107,12 @@ def of_target(model: str, hf_config: Mapping[str, Any], config: SpecConfig) -> I
         yield unsupported("model", model, "recurrent states with TRL", instead)
 
 
-def of_trainer(trainer: type, given: Mapping[str, Any]) -> Iterator[Objection]:
+def of_trainer(trainer: type) -> Iterator[Objection]:
     """What stands against a trainer, whatever the fields of its configuration.
 
     Args:
         trainer: the class that is being made, TRL's or one of its subclasses.
-        given: the arguments of its ``__init__``.
     """
-    if given.get("rollout_func") is not None:
-        function = getattr(given["rollout_func"], "__name__", "…")
-        yield unsupported("rollout_func", function, "rollouts by a function of the user's", "leave it out")
     if "unsloth" in sys.modules or any("unsloth" in kind.__module__.lower() for kind in trainer.__mro__):
         yield unsupported(
             "trainer", trainer.__name__, "Unsloth's generated trainers and engines", "do not import unsloth"
@@ -139,7 +135,7 @@ def refuse_before(trainer: type, given: Mapping[str, Any]) -> None:
         check_sampling(sampling_of(field))
     except SpecConfigError as error:
         found.append(Objection("", "", "a lossy option", str(error), "remove it"))
-    found += of_trainer(trainer, given)
+    found += of_trainer(trainer)
     model = given.get("model")
     if isinstance(model, str) and not found:
         found += of_target(model, load_hf_config(model, "model"), config)

@@ -6,6 +6,7 @@ symbol                                                              reason
 ``GRPOTrainer`` and ``RLOOTrainer``: ``__init__``                    what cannot be done is refused before a model is read
 ``… _generate_and_score_completions``, ``compute_loss``,             the rollout phase, harvest, log-prob check
 ``… _get_per_token_logps_and_entropies``
+``GRPOTrainer._tool_call_loop``                                     which tokens of a completion are a tool's
 ``… _load_optimizer_and_scheduler``                                 the draft of a checkpoint; nothing else is told its path
 ``trl.generation.vllm_generation.LLM``                              TRL has no setting for the engine's arguments
 ``VLLMGeneration.__init__``, ``sync_weights``, ``generate``         which trainer's engine it is; refresh, self-test, k
@@ -51,14 +52,13 @@ OTHERS: Mapping[str, str] = {
 
 
 class Called(NamedTuple):
-    """How we call a method of TRL's: arguments by position, ``self`` among them, and by name."""
+    """How we call a method of TRL's: arguments by position, ``self`` among them, and by name; of none, as TRL itself does."""
 
-    positional: tuple[str, ...]
+    positional: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
 
 
-#: methods of a trainer, each by way of the adapter's method of that name
-METHODS: Mapping[str, Called] = {
+_OF_BOTH: Mapping[str, Called] = {
     "_generate_and_score_completions": Called(("self", "inputs")),
     "_get_per_token_logps_and_entropies": Called(
         ("self", "model", "input_ids", "attention_mask", "logits_to_keep"), ("batch_size",)
@@ -66,10 +66,14 @@ METHODS: Mapping[str, Called] = {
     "compute_loss": Called(("self", "model", "inputs"), ("return_outputs", "num_items_in_batch")),
     "_load_optimizer_and_scheduler": Called(("self", "checkpoint")),
 }
-#: and of the object that has the engine
-GENERATION: Mapping[str, Called] = {
-    "sync_weights": Called(("self",)),
-    "generate": Called(("self", "prompts"), ("images", "num_generations")),
+#: methods of each class that is wrapped, by way of the adapter's method of that name
+METHODS: Mapping[str, Mapping[str, Called]] = {
+    "VLLMGeneration": {
+        "sync_weights": Called(("self",)),
+        "generate": Called(("self", "prompts"), ("images", "num_generations")),
+    },
+    "GRPOTrainer": {**_OF_BOTH, "_tool_call_loop": Called()},
+    "RLOOTrainer": _OF_BOTH,
 }
 _BASE = "trl.trainer.base_trainer"  # of all trainers
 _trainer: ContextVar[Any] = ContextVar("trainer", default=None)  # that is being made
@@ -120,6 +124,8 @@ def look(owner: Any, methods: Mapping[str, Called]) -> None:
         found = getattr(owner, name, None)
         if found is None:
             raise _gone(f"trl's {owner.__name__}.{name} is gone: {_ADVICE}")
+        if not parameters.positional:
+            continue
         try:
             inspect.signature(found).bind(*parameters.positional, **dict.fromkeys(parameters.named))
         except TypeError as error:
@@ -141,7 +147,7 @@ def look_at(module: ModuleType) -> Any:
     name = WRAPPED[module.__name__]
     if (owner := getattr(module, name, None)) is None:
         raise _gone(f"{module.__name__} has no {name} any more: {_ADVICE}")
-    look(owner, GENERATION if module.__name__ == ENGINE else METHODS)
+    look(owner, METHODS[name])
     if module.__name__ == ENGINE and not hasattr(module, "LLM"):
         raise _gone(f"{ENGINE} has no LLM any more: {_ADVICE}")
     return owner
@@ -150,7 +156,11 @@ def look_at(module: ModuleType) -> Any:
 def _trainer_module(module: ModuleType) -> None:
     owner = look_at(module)
     owner.__init__ = _known_while_made(_trainer, owner.__init__, before_trainer)
-    for name in METHODS:
+    _wrap_methods(owner)
+
+
+def _wrap_methods(owner: Any) -> None:
+    for name in METHODS[owner.__name__]:
         setattr(owner, name, _through(getattr(owner, name), name.lstrip("_")))
 
 
@@ -194,8 +204,7 @@ def _through(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _engine(module: ModuleType) -> None:
     owner = look_at(module)
     owner.__init__ = _known_while_made(_generation, owner.__init__)
-    for name in GENERATION:
-        setattr(owner, name, _through(getattr(owner, name), name))
+    _wrap_methods(owner)
     module.LLM = functools.partial(_llm, module.LLM)  # type: ignore[attr-defined]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from spec_plugin.adapter import (
     DecoderHarvest,
     EngineFront,
     InProcessCalls,
+    PatchError,
     RanksLink,
     Responses,
     SpecRun,
@@ -34,7 +35,6 @@ from spec_plugin.adapter import (
     planned_configuration,
     random_streams_kept,
     refuse,
-    responses_at_the_end,
     run_blocking,
     unsupported,
 )
@@ -57,6 +57,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         self.recomputed: Tensor | None = None  # log-probs of the pass before the loss, of the batch that is being made
         self.first: Mapping[str, Any] | None = None  # the batch in the loss, where that recomputes its log-probs first
         self.in_loss = False  # does it
+        self.said: Sequence[Sequence[int]] | None = None  # of each completion of that batch: 0 where a tool speaks
         self.unchecked = False  # was a batch generated whose log-probs nobody has shown to ``run.check``
         self.version, self.synced = -1, -1  # of the engine's weights: policy version, and TRL's step
         self.judged = False  # have log-probs been checked since the last slice of draft training
@@ -108,8 +109,10 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
                 "has not shown it yet, the run is stopped: set lora_dropout=0 and disable_dropout=True",
                 *(dropout, flag.FLAG),
             )
-        trainer._spec = generation._spec = cls(trainer, generation, run)
-        trainer.add_callback(trainer._spec)
+        trainer._spec = generation._spec = spec = cls(trainer, generation, run)
+        trainer.add_callback(spec)
+        if getattr(trainer, "rollout_func", None) is not None:
+            trainer.rollout_func = partial(spec.rollout, trainer.rollout_func)
         return front.engine.llm
 
     # ---- the engine
@@ -157,18 +160,39 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's rollouts; several with the same weights are a phase each."""
+        self._begin()
+        return original(*args, **kwargs)
+
+    def rollout(self, original: Callable[..., Any], prompts: Any, trainer: Any) -> Any:
+        """Those of a ``rollout_func`` of the user's, which asks TRL's engine for what it likes, by ``generate`` or vLLM's own."""
+        self._begin()
+        found = original(prompts, trainer)
+        self.said = found.get("env_mask")  # TRL takes it for the tool mask of its own
+        return found
+
+    def _begin(self) -> None:
         if not self.rolling and not getattr(self.generation, "_llm_weights_sleeping", False):  # else TRL syncs first
             run_blocking(self.run.rollouts_begin())
             self.rolling = True
         self.unchecked = self.unchecked or self.trainer.model.training
-        return original(*args, **kwargs)
 
     # ---- rollouts and their log-probs
+
+    def tool_call_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """TRL's turns with tools, whose answers stand in the completions: what they said is not the policy's to learn from."""
+        found = original(*args, **kwargs)
+        self.said, completions = found[0], found[2]
+        if [len(mask) for mask in self.said] != [len(ids) for ids in completions]:
+            raise PatchError(
+                "trl's GRPOTrainer._tool_call_loop answers something else than a tool mask, completions and their token ids: "
+                f"report this; or {flag.LEAVE_OUT}"
+            )
+        return found
 
     def generate_and_score_completions(self, original: Callable[..., Any], inputs: Any) -> Any:
         """A batch; its log-probs are checked here, unless TRL leaves it to the loss to recompute them."""
         self._end_pass()
-        self.recomputed, self.in_loss = None, False
+        self.recomputed, self.in_loss, self.said = None, False, None
         output = original(inputs)
         if self.rolling:
             run_blocking(self.run.rollouts_end())
@@ -219,7 +243,8 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             ids, mask = input_ids[at : at + size], attention_mask[at : at + size]
             with ExitStack() as stack:
                 if not images:
-                    stack.enter_context(self._harvested(ids, mask, logits_to_keep))
+                    said = self._said(at, ids, logits_to_keep)
+                    stack.enter_context(self._harvested(ids, mask, said))
                 inner = batch_size if images else None
                 parts.append(original(model, ids, mask, logits_to_keep, batch_size=inner, **kwargs))
         found = tuple(_joined(values) for values in zip(*parts, strict=True))
@@ -231,14 +256,31 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             self.recomputed = found[0]
         return found
 
-    def _harvested(self, ids: Tensor, mask: Tensor, response: int) -> Any:
-        """Around one forward pass over rows [B, T] of which the last ``response`` columns hold the completions."""
+    def _said(self, at: int, ids: Tensor, response: int) -> Tensor:
+        """[B, response] bool: which columns of the completions of rows [B, T] the policy sampled, and no tool; padding counts.
+
+        Args:
+            at: the first row's place in the batch, before the loss.
+            ids: [B, T] of the rows.
+            response: columns of the completions.
+        """
+        if self.first is not None:
+            marks = self.first.get("tool_mask")
+            return (
+                torch.ones(len(ids), response, dtype=torch.bool) if marks is None else marks[at : at + len(ids)].bool()
+            )
+        found = torch.ones(len(ids), response, dtype=torch.bool)
+        for row, marks in zip(found, (self.said or ())[at : at + len(ids)], strict=False):
+            row[: len(marks)] = torch.tensor(marks, dtype=torch.bool)
+        return found
+
+    def _harvested(self, ids: Tensor, mask: Tensor, said: Tensor) -> Any:
+        """Around one forward pass over rows [B, T] of which the last columns hold the completions, which ``said`` is of."""
         starts, lengths = mask.long().argmax(-1).tolist(), mask.long().sum(-1).tolist()
-        documents = _documents(ids, mask)
-        sampled = mask[:, mask.shape[1] - response :].long().sum(-1).tolist()
-        return self.run.micro_batch(
-            lambda: (documents, responses_at_the_end(documents, sampled)), padded_rows(starts, lengths)
-        )
+        sampled = torch.zeros_like(mask, dtype=torch.bool)
+        sampled[:, mask.shape[1] - said.shape[1] :] = said
+        documents = _documents(ids, mask), [marks.cpu() for marks in _documents(sampled, mask)]
+        return self.run.micro_batch(lambda: documents, padded_rows(starts, lengths))
 
     def _end_pass(self) -> None:
         self.passing = False

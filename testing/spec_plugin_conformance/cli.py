@@ -46,7 +46,7 @@ Families for --target: {", ".join(tiny_targets())}.
     "-k", "expression", help="Only the checks that match, as in pytest; runs that nobody needs are not started."
 )
 @click.option(
-    "--keep", type=click.Path(path_type=Path), help="Work in this folder, and keep logs, traces, checkpoints."
+    "--keep", type=click.Path(path_type=Path), help="Work in this new folder, and keep logs, traces, checkpoints."
 )
 def conformance(
     name: str,

@@ -403,6 +403,11 @@ def metric_values(metrics: Mapping[int, Mapping[str, float]], prefix: str) -> li
     return problems if seen else ["no spec/ metric was logged"]
 
 
+def cut_rows(trace: Trace) -> set[tuple[float, ...]]:
+    """The log-probs by the engine of each row from which a trainer cut tokens on purpose (``Responses.cut``)."""
+    return {tuple(row) for e in trace if e["hook"] == "rows_cut" for row in e["rows"]}
+
+
 def sequences(trace: Trace) -> list[list[int]]:
     """Token ids of all that the engines sampled for the trainer, each with its prompt."""
     return [ids for e in trace if e["hook"] == "engine_request" for ids in e.get("sequences", ())]
@@ -439,9 +444,13 @@ def response_lengths(packs: Sequence[Mapping[str, Any]], trace: Trace) -> list[s
 
 
 def _sampled_of(document: list[int], answers: Sequence[tuple[int, Sequence[int]]]) -> list[bool]:
-    """Which tokens of a document an engine has sampled: (tokens of its prompt, token ids of both) of each answer."""
+    """Which tokens of a document an engine has sampled: (tokens of its prompt, token ids of both) of each answer.
+
+    A trainer may have cut the last answer's end.
+    """
     found = [False] * len(document)
     for first, ids in answers:
-        if document[: len(ids)] == list(ids):
-            found[first : len(ids)] = [True] * (len(ids) - first)
+        until = min(len(ids), len(document))
+        if first < until and document[:until] == list(ids[:until]):
+            found[first:until] = [True] * (until - first)
     return found

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from spec_plugin.api.spans import KEPT_LOG_PROBS
-from spec_plugin_conformance.judge import Event, Trace, actor_events, events_of
+from spec_plugin_conformance.judge import Event, Trace, actor_events, cut_rows, events_of
 from spec_plugin_conformance.reported import CHECKED, as_kept, rollout_requests
 
 #: requests in the control group, at least, of which some must be reported: where two responses are of the same text, a plain one
@@ -44,7 +44,7 @@ def responses_checked(trace: Trace, dropped: Sequence[Sequence[int]] = ()) -> li
     trained = [v for v, found in shown.items() if found or v < max(shown)]  # a run may be killed before its last check
     whole = [version for version in trained if not _log_probs_kept(trace, version)]
     sampled = sum(len(answers[version]) for version in whole)
-    named = {tuple(row) for e in trace if e["hook"] == "rows_cut" for row in e["rows"]}
+    named = cut_rows(trace)
     seen = sum(_responses_seen(answers[version], shown[version], named) for version in whole)
     if seen < sampled:
         problems.append(
@@ -103,25 +103,28 @@ def _is_part(row: LogProbs, answers: set[LogProbs]) -> bool:
 def _responses_seen(answers: set[LogProbs], rows: Sequence[LogProbs], named: set[LogProbs]) -> int:
     """How many answers a guard has been shown, or what a trainer has left of them that it cuts, by ``named`` rows.
 
-    A row may hold several, the turns of a conversation: what stood between them the mask leaves out.
+    A row may hold several, the turns of a conversation: what stood between them the mask leaves out. Of a row that is cut, the
+    last turn may have lost its end, or all of it.
     """
     whole, cut = set(rows) & answers, []
     for row in set(rows) - answers:
-        turns = _turns(row, answers)
-        whole |= set(turns)
-        cut += [row] if row in named and not turns else []
-    return sum(answer in whole or any(_is_part(row, {answer}) for row in cut) for answer in answers)
+        turns, rest = _turns(row, answers)
+        if not rest or row in named:
+            whole |= set(turns)
+            cut += [rest] if rest else []
+    return sum(answer in whole or any(_is_part(rest, {answer}) for rest in cut) for answer in answers)
 
 
-def _turns(row: LogProbs, answers: set[LogProbs]) -> list[LogProbs]:
-    """The answers that a row is made of, one behind the other; none if it is not."""
-    if not row:
-        return []
+def _turns(row: LogProbs, answers: set[LogProbs]) -> tuple[list[LogProbs], LogProbs]:
+    """The answers that a row begins with, one behind the other, and what is left of it: as little as can be."""
+    best: tuple[list[LogProbs], LogProbs] = ([], row)
     for first in sorted((a for a in answers if a and row[: len(a)] == a), key=len, reverse=True):
-        rest = row[len(first) :]
-        if not rest or (others := _turns(rest, answers)):
-            return [first, *(others if rest else [])]
-    return []
+        others, rest = _turns(row[len(first) :], answers)
+        if len(rest) < len(best[1]):
+            best = [first, *others], rest
+        if not rest:
+            break
+    return best
 
 
 def undrafted_tokens_reported(trace: Trace) -> list[str]:

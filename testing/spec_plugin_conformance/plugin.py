@@ -155,6 +155,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not name:
         known = _names([ep.name for ep in entry_points(group=DRIVER_GROUP)])
         raise pytest.UsageError(f"--adapter is missing: an adapter's name (known: {known}) or module:DriverClass")
+    keep = config.getoption("--kit-keep")
+    if keep and any(Path(keep).glob("*")):  # a policy and recorded rollouts of theirs, which would be taken for ours
+        raise pytest.UsageError(
+            f"{keep} is not empty: the kit keeps its runs in a new folder, so name another one, or remove it"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     options = options_of(config.getoption("--kit-spec"))

@@ -19,6 +19,8 @@ from spec_plugin_conformance.versions import ROUNDING
 
 #: mean difference, in nats, of log-probs of the same text by the same weights, computed in this dtype in two ways
 _AGREE = {"float32": ROUNDING, "float16": 5e-3, "bfloat16": 2e-2}
+#: tokens, at least, over which that is a mean: one or two roundings of a short answer are not averaged out
+_FEW = 8
 _SINGLE = "float32"
 #: what is planted, in a sentence
 _SPOKEN = {LOGPROB: "a wrong log-prob", NAN: "a NaN", VERSION: "a wrong policy version"}
@@ -295,13 +297,14 @@ def states_of_the_policy(trace: Trace) -> list[str]:
 def _nearest(row: Sequence[float], others: Sequence[Sequence[float]]) -> float:
     """Mean difference to the most similar of those that end as this one is long; a document may have been cut."""
     alike = [other[-len(row) :] for other in others if len(other) >= len(row)]
-    return min((sum(abs(a - b) for a, b in zip(row, o, strict=True)) / len(row) for o in alike), default=0.0)
+    return min((sum(abs(a - b) for a, b in zip(row, o, strict=True)) for o in alike), default=0.0) / max(_FEW, len(row))
 
 
 def _nearest_part(row: Sequence[float], others: Sequence[Sequence[float]]) -> float:
     """The same of a part of a document, which ends wherever it was cut: to the most similar stretch of any of them."""
     alike = [sliding_window_view(np.array(other), len(row)) for other in others if len(other) >= len(row)]
-    return min((float(np.abs(stretches - np.array(row)).mean(1).min()) for stretches in alike), default=0.0)
+    apart = min((float(np.abs(stretches - np.array(row)).sum(1).min()) for stretches in alike), default=0.0)
+    return apart / max(_FEW, len(row))
 
 
 def tokens_counted(trace: Trace) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from spec_plugin_conformance.judge import Event, Trace, actor_events, at_least, audits, events_of
+from spec_plugin_conformance.judge import Event, Trace, actor_events, at_least, audits, cut_rows, events_of
 
 #: nats by which log-probs of one model in single precision differ at most, on the mean of a batch
 ROUNDING = 1e-4
@@ -23,6 +23,7 @@ def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
     if any(b != a + 1 for a, b in pairwise(starts)):
         problems.append(f"policy versions of the rollouts are {starts}, expected steps of one")
     current: int | None = None
+    named = cut_rows(trace)
     for e in actor_events(trace):
         hook = e["hook"]
         if hook == "spec_weight_sync":
@@ -35,16 +36,22 @@ def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
         if e["policy_version"] != current:
             problems.append(f"{where} has policy version {e['policy_version']}, the weights are of {current}")
         if hook == "spec_check_logprobs":
-            problems += _sampled_by(e, current, asynchronous)
+            problems += _sampled_by(e, current, asynchronous, named)
     return problems + at_least(audits(trace, "rollout"), 1, "engine states at a rollout")
 
 
-def _sampled_by(event: Event, current: int, lags: bool) -> list[str]:
-    """Each token is known to be of this version; where rollouts lag, to be of versions up to it."""
+def _sampled_by(event: Event, current: int, lags: bool, named: set[tuple[float, ...]]) -> list[str]:
+    """Each token is known to be of this version; where rollouts lag, to be of versions up to it.
+
+    Of a row that the trainer cuts on purpose, ``named`` by its log-probs, the last request is not whole, and of no known version.
+    """
     where, rows = f"checked at policy version {current}", event["versions"]
     if all(version < 0 for row in rows for version in row):
         return [f"no sequence {where} is reported with the versions that sampled it"]
     wrong = {i: row for i, row in enumerate(rows) if row and row != [current]}
+    shown = event["rows"]["rollout"]
+    if shown is not None:
+        wrong = {i: r for i, r in wrong.items() if not (r in ([current, -1], [-1]) and tuple(shown[i]) in named)}
     if lags and event["lag_allowed"]:  # else nothing has been cut short yet
         wrong = {i: row for i, row in wrong.items() if not 0 <= row[0] <= row[-1] <= current or min(row) < 0}
     return [f"sequence {i} {where} is reported as sampled by {row}" for i, row in wrong.items()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from spec_plugin_conformance import tiny
+from spec_plugin_conformance import calculator, tiny
 from spec_plugin_conformance.driver import ConformanceDriver, RunSettings, option_word
 from spec_plugin_conformance.targets import tiny_targets
 from torch import Tensor
@@ -18,15 +18,17 @@ from spec_plugin_openrlhf_cpu.shims import RANDOM
 
 _REPLAY = '''"""Written by spec_plugin_openrlhf_cpu.conformance: an agent that records rollouts, or gives back recorded ones."""
 from pathlib import Path
-from spec_plugin_openrlhf_cpu.replay import ReplayExecutor
+from spec_plugin_openrlhf_cpu import replay
 
 
-class AgentExecutor(ReplayExecutor):
-    folder, reward_file = Path({folder!r}), {reward!r}
+class AgentExecutor(replay.{executor}):
+    folder, reward_file = {folder}, {reward!r}
 '''
 SAMPLES = 8
 #: of a response, at most; and where rollouts are to last longer than training
 TOKENS, LONG = 40, 80
+#: of a prompt and all turns of its response, at most
+TURNS = 128
 _TWO_RANKS = ("--actor.num_gpus_per_node", "2")
 _ASYNC = ("--train.async_enable",)
 #: most requests that the engine runs at once, so that rollouts last longer than training, and a sync finds some in flight
@@ -43,6 +45,10 @@ SHAPES = {
     "partial": (
         "asynchronous with partial rollouts: those that a weight sync finds in flight go on under the next policy",
         (*_ASYNC, "--train.partial_rollout_enable", "--rollout.max_new_tokens", str(LONG)),
+    ),
+    "agent": (
+        "an agent of the user's: an environment with a tool that the policy calls, and up to three turns a response",
+        ("--data.max_len", str(TURNS)),
     ),
     "zero3": ("two ranks of the actor, ZeRO-3", (*_TWO_RANKS, "--ds.zero_stage", "3")),
     "job": ("one rank, one engine, by `ray job submit`", ()),
@@ -63,10 +69,15 @@ class OpenrlhfDriver(ConformanceDriver):
         super().__init__(root, shape, family)
         self.asynchronous = shape in ("async", "partial")
         # of a response that goes on under the next policy, the rest
-        self.requests = {"min_tokens": 1, "max_tokens": (1, LONG) if shape == "partial" else TOKENS}
+        self._calls = shape == "agent"
+        most = {"partial": (1, LONG), "agent": (1, TURNS)}.get(shape or "", TOKENS)
+        self.requests = {"min_tokens": 1, "max_tokens": most}
         root.mkdir(parents=True, exist_ok=True)
         self._tiny = tiny_targets()[family or "qwen3"]
-        self._target = tiny.make_target(root / "policy", torch.bfloat16, family=self._tiny.name)
+        if self._calls:
+            self._target = calculator.make_target(root / "policy", torch.bfloat16)
+        else:
+            self._target = tiny.make_target(root / "policy", torch.bfloat16, family=self._tiny.name)
         self._data = tiny.write_jsonl(root / "data.jsonl", 64)
         self._reward = tiny.write_reward(root)
 
@@ -89,16 +100,19 @@ class OpenrlhfDriver(ConformanceDriver):
             flags += ["--ckpt.save_steps", str(run.save_every)]
         if run.resume_from:
             flags += ["--ckpt.load_enable"]
-        if run.replay:
-            flags += ["--train.agent_func_path", str(self._agent(run.replay))]
+        if run.replay or self._calls:
+            flags += ["--train.agent_func_path", str(self._agent(run.out, run.replay))]
         for name, value in run.options.items() if run.enabled else ():
             flags += [f"--spec.{name}", option_word(value)]
         return flags
 
-    def _agent(self, folder: Path) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "agent.py"
-        file.write_text(_REPLAY.format(folder=str(folder), reward=str(self._reward)))
+    def _agent(self, out: Path, recorded: Path | None) -> Path:
+        for folder in (out, *([recorded] if recorded else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+        file = (recorded or out) / "agent.py"
+        kept = "None" if recorded is None else f"Path({str(recorded)!r})"
+        executor = "ReplayTurns" if self._calls else "ReplayExecutor"
+        file.write_text(_REPLAY.format(executor=executor, folder=kept, reward=str(self._reward)))
         return file
 
     def launch(self, run: RunSettings) -> Generator[tuple[int, dict[str, float]], None, None]:

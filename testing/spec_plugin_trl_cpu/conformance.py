@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Generator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
-from spec_plugin_conformance import tiny
+from spec_plugin_conformance import calculator, tiny
 from spec_plugin_conformance.driver import ConformanceDriver, RunSettings, option_word
 from torch import Tensor
 
-from spec_plugin_trl_cpu import calculator
 from spec_plugin_trl_cpu.run import TrlCpuRun
 
 SAMPLES, TOKENS = 8, 40
@@ -53,9 +53,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "a tool that the policy calls, and whose answers stand in its responses",
         {"max_tool_calling_iterations": 2},
     ),
+    "environment": (
+        "the same where the tool is a method of an environment of the user's",
+        {"max_tool_calling_iterations": 2},
+    ),
+    "rollouts": ("rollouts by a function of the user's, of two turns each", {}),
     "dp2": ("two ranks (DDP), each with an engine of its own", _RANKS),
     "zero3": ("two ranks, ZeRO-3", {**_RANKS, "deepspeed": _ZERO_3}),
     "fsdp2": ("two ranks, FSDP2", {**_RANKS, "fsdp": "full_shard", "fsdp_config": _FSDP_2}),
+}
+
+
+_OWN = "spec_plugin_trl_cpu.rollouts"
+#: words of the script in these shapes
+_WORDS = {
+    "tools": ["--tools", f"{calculator.__name__}:{calculator.add.__name__}"],
+    "environment": ["--environment", f"{_OWN}:Calculator"],
+    "rollouts": ["--rollouts", f"{_OWN}:two_turns"],
 }
 
 
@@ -72,8 +86,8 @@ class TrlDriver(ConformanceDriver):
         """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape)
         root.mkdir(parents=True, exist_ok=True)
-        self._calls = shape == "tools"
-        self._target = calculator.make_target(root / "policy") if self._calls else tiny.make_target(root / "policy")
+        self._calls = shape in ("tools", "environment")
+        self._target = _calls_a_tool(root / "policy") if self._calls else tiny.make_target(root / "policy")
         self._peft = shape in ("peft", "skip-peft")
         #: optimizer steps for each rollout phase, which is what the kit calls a step
         self._cycle = 4 if shape == "iterations" else 1
@@ -96,7 +110,7 @@ class TrlDriver(ConformanceDriver):
             saved = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
             words += ["--resume", str(max(saved, key=lambda f: int(f.name.rpartition("-")[2])))]
         words += ["--trainer", "rloo"] if self.shape == "rloo" else ["--peft"] if self._peft else []
-        words += ["--tools", f"{calculator.__name__}:{calculator.add.__name__}"] if self._calls else []
+        words += _WORDS.get(self.shape or "", [])
         settings: dict[str, Any] = {
             "per_device_train_batch_size": SAMPLES,
             "num_generations": SAMPLES,
@@ -148,3 +162,16 @@ class TrlDriver(ConformanceDriver):
         digests = {"torch": state["cpu"].numpy().tobytes()}
         digests |= {name: repr(state[name]).encode() for name in ("python", "numpy")}
         return {name: hashlib.sha256(content).hexdigest() for name, content in digests.items()}
+
+
+def _calls_a_tool(folder: Path) -> Path:
+    """A policy with TRL's own copy of Qwen3's template, by which TRL knows how to parse its calls.
+
+    Raises:
+        FileNotFoundError: if TRL is not installed.
+    """
+    found = find_spec("trl")
+    if found is None or found.origin is None:
+        raise FileNotFoundError("TRL is not installed here: its copy of Qwen3's chat template is needed")
+    template = (Path(found.origin).parent / "chat_templates" / "qwen3.jinja").read_text()
+    return calculator.make_target(folder, template=template)

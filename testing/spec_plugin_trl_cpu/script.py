@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tools", nargs="*", default=[], metavar="MODULE:FUNCTION", help="tools that the policy may call"
     )
+    parser.add_argument("--environment", metavar="MODULE:CLASS", help="an environment whose methods are tools")
+    parser.add_argument("--rollouts", metavar="MODULE:FUNCTION", help="a rollout_func")
     parser.add_argument("--evaluate", action="store_true", help="evaluate on the first four rows")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="a field of the configuration")
     a = parser.parse_args(argv)
@@ -100,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         from peft import LoraConfig
 
         peft = LoraConfig(r=8, lora_dropout=a.lora_dropout, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    tools = {"tools": [resolve_name(name) for name in a.tools]} if a.tools else {}
+    more: dict[str, Any] = {"tools": [resolve_name(name) for name in a.tools]} if a.tools else {}
+    more |= {"environment_factory": resolve_name(a.environment)} if a.environment else {}
+    more |= {"rollout_func": resolve_name(a.rollouts)} if a.rollouts else {}
     config, trainer = (GRPOConfig, GRPOTrainer) if a.trainer == "grpo" else (RLOOConfig, RLOOTrainer)
     run = trainer(
         model=a.model,
@@ -110,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         eval_dataset=Dataset.from_list(rows[:4]) if a.evaluate else None,
         callbacks=[MetricsFile(a.out / "metrics.jsonl")],
         peft_config=peft,
-        **tools,
+        **more,
     )
     timed(run)
     run.train(resume_from_checkpoint=a.resume)

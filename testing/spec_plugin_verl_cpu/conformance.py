@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pandas as pd
 import torch
 from PIL import Image
-from spec_plugin_conformance import tiny
+from spec_plugin_conformance import calculator, tiny
 from spec_plugin_conformance.driver import ConformanceDriver, RunSettings
 from spec_plugin_conformance.targets import tiny_targets
 from spec_plugin_cpu import v2_runner
@@ -59,6 +59,7 @@ class Shape:
     format: checkpoints.Format = checkpoints.FSDP
     kv_heads: int = 1  # of the policy; ranks that split them need one each
     v2: bool = False  # has the engine vLLM's V2 model runner, with asynchronous scheduling, as on a card
+    calls: bool = False  # does the policy call a tool
     tokens: int = SMALL_TOKENS  # of a response, at most; of a policy that never ends one if there are more than usual
     known: Mapping[str, str] = field(default_factory=dict)  # see ``ConformanceDriver.known_in``
 
@@ -128,6 +129,18 @@ SHAPES = {
             f"{_ACTOR}.fsdp_config.param_offload=True",
             f"{_ACTOR}.fsdp_config.optimizer_offload=True",
         ),
+    ),
+    "agent": Shape(
+        "verl's own agent loop with a tool that the policy calls, and up to three turns a response",
+        (
+            f"{_ROLLOUT}.agent.default_agent_loop=tool_agent",
+            f"{_ROLLOUT}.multi_turn.enable=True",
+            f"{_ROLLOUT}.multi_turn.format=hermes",
+            f"{_ROLLOUT}.multi_turn.max_assistant_turns=3",
+            f"{_ROLLOUT}.multi_turn.function_tool_path={Path(__file__).with_name('calculator_tool.py')}",
+            "data.max_prompt_length=48",
+        ),
+        calls=True,
     ),
     "mistral": Shape("a Mistral policy", (), family="mistral"),
     "long": Shape(
@@ -208,13 +221,17 @@ class VerlDriver(ConformanceDriver):
         self.asynchronous = self._shape.asynchronous
         # of a response that goes on under the next policy, the rest
         most = self._shape.tokens
-        self.requests = {"max_tokens": (1, most) if self.asynchronous else most}
+        several = self.asynchronous or self._shape.calls  # requests of one response
+        self.requests = {"max_tokens": (1, most) if several else most}
         root.mkdir(parents=True, exist_ok=True)
         self._room = tiny_targets()[family or self._shape.family]
         split: dict[str, Any] = {"num_key_value_heads": self._shape.kv_heads} if self._shape.kv_heads > 1 else {}
         if most > SMALL_TOKENS:
             split["max_position_embeddings"] = 2048
-        self._target = tiny.make_target(root / "policy", family=family or self._shape.family, **split)
+        if self._shape.calls:
+            self._target = calculator.make_target(root / "policy")
+        else:
+            self._target = tiny.make_target(root / "policy", family=family or self._shape.family, **split)
         if most > SMALL_TOKENS:
             tiny.go_on(self._target)
         if self._shape.mtp:

@@ -135,10 +135,18 @@ MUTATIONS = (
     Mutation(
         "testing/spec_plugin_conformance/omissions.py",
         "_responses_seen",
-        "[row] if row in named and not turns",
-        "[row] if not turns",
+        "if not rest or row in named:",
+        "if row:",
         "law 3: an adapter that has a row judged on one token passes the kit",
         ("test_omissions.py",),
+    ),
+    Mutation(
+        "testing/spec_plugin_conformance/versions.py",
+        "_sampled_by",
+        "and tuple(shown[i]) in named",
+        "",
+        "an adapter that says of a whole row that nobody knows who sampled its end passes the kit",
+        ("test_judge.py",),
     ),
     Mutation(
         "testing/spec_plugin_conformance/versions.py",
@@ -247,8 +255,8 @@ MUTATIONS = (
     Mutation(
         _OMISSIONS,
         "_responses_seen",
-        "turns = _turns(row, answers)",
-        "turns: list[LogProbs] = []",
+        "turns, rest = _turns(row, answers)",
+        "turns, rest = list[LogProbs](), row",
         "a right trainer of conversations fails the kit",
         ("test_omissions.py",),
     ),

@@ -50,9 +50,9 @@ def test_enabled_all_that_it_wraps_is_there_and_only_wrapped_once() -> None:
         "registration.register()\n"
         "names = '_generate_and_score_completions', '__init__'\n"
         "for owner in (g.GRPOTrainer, r.RLOOTrainer):\n"
-        "    registration.look(owner, registration.METHODS)\n"
+        "    registration.look(owner, registration.METHODS[owner.__name__])\n"
         "    print([hasattr(getattr(owner, n).__wrapped__, '__wrapped__') for n in names])\n"
-        "registration.look(v.VLLMGeneration, registration.GENERATION)\n"
+        "registration.look(v.VLLMGeneration, registration.METHODS['VLLMGeneration'])\n"
         "print(v.LLM)\n"
     )
     found = python(code, None)
@@ -101,19 +101,21 @@ def test_what_another_version_lacks_is_named() -> None:
         "    def _generate_and_score_completions(self): ...\n"
         "    def _get_per_token_logps_and_entropies(self, model, *args, batch_size=None, **kwargs): ...\n"
     )
-    wrong = "T._generate_and_score_completions (too many positional arguments)"
-    assert missing(source, "T", registration.METHODS) == [wrong]
-    assert missing(source.replace("compute_loss", "loss"), "T", registration.METHODS) == [wrong, "T.compute_loss"]
-    assert missing(source, "U", registration.METHODS) == ["U"]
+    methods = registration.METHODS["GRPOTrainer"]
+    wrong = ["T._generate_and_score_completions (too many positional arguments)", "T._tool_call_loop"]
+    assert missing(source, "T", methods) == wrong
+    assert missing(source.replace("compute_loss", "loss"), "T", methods) == [wrong[0], "T.compute_loss", wrong[1]]
+    assert missing(source + "    def _tool_call_loop(self): ...\n", "T", methods) == wrong[:1]
+    assert missing(source, "U", methods) == ["U"]
     scope: dict[str, Any] = {}
     exec(source, scope)
     with pytest.raises(
         PatchError, match=r"T._generate_and_score_completions takes other arguments .* set SPEC_PLUGIN_TRL=0"
     ):
-        registration.look(scope["T"], registration.METHODS)
+        registration.look(scope["T"], methods)
     del scope["T"]._generate_and_score_completions
     with pytest.raises(PatchError, match=r"T._generate_and_score_completions is gone"):
-        registration.look(scope["T"], registration.METHODS)
+        registration.look(scope["T"], methods)
 
 
 REFUSED = """
@@ -141,7 +143,6 @@ attempt("server", grpo(vllm_mode="server"))
 attempt("tp", grpo(vllm_tensor_parallel_size=2))
 attempt("top_p", grpo(top_p=0.9))
 attempt("rloo", lambda: RLOOTrainer(model="none/there", reward_funcs=len, args=RLOOConfig(**common), train_dataset=[]))
-attempt("rollout_func", lambda: GRPOTrainer("none/there", len, GRPOConfig(**vllm), train_dataset=[], rollout_func=print))
 attempt("online_dpo", lambda: OnlineDPOTrainer("none/there", args=OnlineDPOConfig(**vllm), train_dataset=[]))
 sys.modules["unsloth"] = types.ModuleType("unsloth")
 attempt("unsloth", grpo())
@@ -159,7 +160,6 @@ def test_what_is_not_supported_is_refused_by_name_before_a_model_is_read(tmp_pat
         "server": "vLLM's server mode yet (vllm_mode=server): set it to colocate, or set SPEC_PLUGIN_TRL=0",
         "tp": "vllm_tensor_parallel_size=2",
         "top_p": "top_p=0.9",
-        "rollout_func": "rollout_func=print",
         "online_dpo": "TRL's OnlineDPOTrainer",
         "unsloth": "Unsloth",
     }
@@ -245,4 +245,33 @@ def test_a_policy_that_calls_a_tool_drafts_in_each_of_its_turns(tmp_path: Path) 
     for row in rows:
         assert row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3, row
         assert row["tools/call_frequency"] > 0.2 and row["tools/failure_frequency"] < 0.5, row
+    assert rows[-1]["spec/acceptance_length"] > 1.2 and rows[-1]["spec/draft_version"] > 0, rows[-1]
+
+
+def test_a_function_of_the_users_that_asks_vllm_itself_is_drafted_for_and_verified(tmp_path: Path) -> None:
+    """Two turns by ``LLM.generate``, in training and in an evaluation with the same weights; what stands between is no answer."""
+    from spec_plugin_trl_cpu.conformance import TrlDriver
+    from spec_plugin_trl_cpu.run import TrlCpuRun
+
+    driver = TrlDriver(tmp_path / "kit")
+    run = TrlCpuRun(
+        driver.target,
+        driver._data,
+        driver._reward,
+        tmp_path / "run",
+        4,
+        overrides=("spec.serve=always", "spec.train_share=0.4", "spec.self_test_seconds=30"),
+        words=("--rollouts", "spec_plugin_trl_cpu.rollouts:two_turns_by_vllm"),
+        settings={
+            "per_device_train_batch_size": 8,
+            "num_generations": 8,
+            "max_completion_length": 40,
+            "vllm_max_model_length": 256,
+            "learning_rate": 1e-3,
+            "temperature": 1.0,
+            "output_dir": str(tmp_path / "checkpoints"),
+        },
+    )
+    rows = [metrics for _, metrics in run.follow()]
+    assert len(rows) == 4 and all(row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3 for row in rows)
     assert rows[-1]["spec/acceptance_length"] > 1.2 and rows[-1]["spec/draft_version"] > 0, rows[-1]

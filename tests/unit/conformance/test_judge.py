@@ -153,6 +153,17 @@ def test_sequences_that_do_not_say_are_seen():
     one_problem(versions.policy_versions(trace.events), "no sequence checked at policy version 2")
 
 
+def test_where_the_trainer_has_cut_a_turn_its_version_may_be_unknown_and_nothing_else():
+    trace = Trace()
+    event = trace.find("spec_check_logprobs", 2)
+    event["versions"] = [[2, -1], [2]]
+    one_problem(versions.policy_versions(trace.events), "sequence 0 checked at policy version 2")
+    trace.add("rows_cut", rows=event["rows"]["rollout"][:1])
+    assert versions.policy_versions(trace.events) == []
+    event["versions"] = [[1, -1], [2]]
+    one_problem(versions.policy_versions(trace.events), "is reported as sampled by [1, -1]")
+
+
 # the engine's weights
 
 

@@ -37,6 +37,16 @@ def test_a_trainer_that_cuts_a_response_and_names_it_has_left_nothing_out(left):
     assert omissions.responses_checked(trace.events) == []
 
 
+def test_of_a_conversation_the_trainer_may_have_cut_the_last_turn():
+    trace = Trace()
+    rows = checks(trace)[0]["rows"]["rollout"]
+    both = rows[0] + rows[1][:1]
+    checks(trace)[0]["rows"]["rollout"] = [both, *rows[2:]]
+    one_problem(omissions.responses_checked(trace.events), "a guard has seen 6 of 8 responses")
+    trace.add("rows_cut", rows=[both])
+    assert omissions.responses_checked(trace.events) == []
+
+
 def test_responses_that_no_guard_has_seen_are_counted():
     trace = Trace()
     for event in checks(trace):

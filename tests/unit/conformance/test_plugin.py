@@ -61,6 +61,11 @@ def test_without_arguments_exactly_the_checks_run_and_what_is_refused_is_reporte
     assert "refused: there is no trainer | here" in cases[NEEDS_A_TRAINER[0]].find("skipped").get("message")
 
 
+def test_a_folder_with_the_runs_of_another_session_is_no_place_for_these(right, warm_run):
+    done = kit(warm_run, right[1], "builders.fake_driver:Driver", "--kit-keep", "kept")
+    assert done.returncode == 4 and "kept is not empty: the kit keeps its runs in a new folder" in done.stderr
+
+
 def test_each_run_is_started_once(right):
     launched = (right[1] / "kept" / "driver" / "launched").read_text().split()
     assert sorted(launched) == ["faults", "main", "misconfigured", "off", "plain"]

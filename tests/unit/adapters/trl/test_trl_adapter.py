@@ -175,11 +175,6 @@ def test_a_trainer_is_refused_before_it_reads_its_model(monkeypatch: Any, tmp_pa
     options.refuse_before(Trainer, {"args": good, "model": object()})
     with pytest.raises(SpecConfigError, match=r"use_vllm=None.*set SPEC_PLUGIN_TRL=0"):
         options.refuse_before(Trainer, {})
-    with pytest.raises(SpecConfigError, match=r"a function of the user's.*rollout_func=my_rollouts"):
-
-        def my_rollouts() -> None: ...
-
-        options.refuse_before(Trainer, {"args": good, "rollout_func": my_rollouts})
     with pytest.raises(SpecConfigError, match=r"min_p"):
         options.refuse_before(Trainer, {"args": SimpleNamespace(**ON, min_p=0.1)})
     with pytest.raises(SpecConfigError, match=r"config.json of"):

@@ -21,11 +21,12 @@ FAKE_TRL = """
 class GRPOConfig:
     def __init__(self, **given): vars(self).update(given)
 class GRPOTrainer:
-    def __init__(self, model, args=None, rollout_func=None): raise AssertionError("the dry run went on")
+    def __init__(self, model, args=None): raise AssertionError("the dry run went on")
     def _generate_and_score_completions(self, inputs): ...
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None): ...
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None): ...
     def _load_optimizer_and_scheduler(self, checkpoint): ...
+    def _tool_call_loop(self, *turns): ...
 """
 SCRIPT = "import sys\nfrom trl.trainer.grpo_trainer import GRPOConfig, GRPOTrainer\n"
 
@@ -56,8 +57,9 @@ def test_a_dry_run_judges_the_configuration_that_the_trainer_gets(dry_run: Calla
     plan = dry_run(made.format(True, ""))
     assert not plan.objections and not plan.unseen and plan.facts is not None
     assert plan.facts.model.name == "policy" and plan.facts.rollout_in_loss and plan.facts.target.truncated
-    plan = dry_run(made.format(False, ", rollout_func=print"))
-    assert {o.option for o in plan.objections} == {"use_vllm", "rollout_func"}
+    unsloth = "GRPOTrainer = type('Unsloth', (GRPOTrainer,), {'__module__': 'unsloth_cache'})\n"
+    plan = dry_run(unsloth + made.format(False, ""))
+    assert {o.option for o in plan.objections} == {"use_vllm", "trainer"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from spec_plugin_trl.trainer import TrlRun
 
-from spec_plugin.adapter import WrongOrderError
+from spec_plugin.adapter import PatchError, WrongOrderError
 
 B, T = 2, 3
 
@@ -21,6 +21,7 @@ class Run:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.harvested: list[Any] = []  # of each forward pass what the policy sampled, row by row
         self.policy_version = -1
         method, ledger = SimpleNamespace(draft=object()), SimpleNamespace(spending=nullcontext)
         self.session = SimpleNamespace(method=method, copy_of=lambda t: t.clone(), ledger=ledger)
@@ -42,6 +43,7 @@ class Run:
         self.calls.append("pass ends")
 
     def micro_batch(self, documents: Any, rows: Any) -> Any:
+        self.harvested.append([mask.int().tolist() for mask in documents()[1]])
         return nullcontext()
 
     def check(self, responses: Any, recomputed: torch.Tensor, rollout_in_loss: bool) -> None:
@@ -94,6 +96,8 @@ class Trainer:
         self.run = Run()
         self.spec = TrlRun(self, self.generation, self.run)  # type: ignore[arg-type]
         self.kl = False
+        self.user: Any = None  # what a function of the user's answers, in the place of TRL's generation
+        self.tools: Any = None  # which tokens of each completion the policy sampled, where tools answer
 
     def logps(self, model: Any, value: float) -> None:
         ids = torch.ones(B, 2 * T, dtype=torch.long)
@@ -104,7 +108,12 @@ class Trainer:
     def generate_and_score(self, _inputs: Any) -> dict[str, torch.Tensor]:
         if self.state.global_step != self.spec.synced:
             self.spec.sync_weights(lambda: None)
-        self.spec.generate(lambda: None)
+        if self.user is None:
+            self.spec.generate(lambda: None)
+        else:
+            self.spec.rollout(lambda prompts, trainer: self.user, [], self)
+        if self.tools is not None:
+            self.spec.tool_call_loop(lambda: (self.tools, [], [[1] * T] * B, None, 0, 0, []))
         with torch.no_grad():
             correction = getattr(self.args, "vllm_importance_sampling_correction", True)
             every = self.args.steps_per_generation * self.num_iterations
@@ -112,13 +121,16 @@ class Trainer:
                 self.logps(self.model, -1.0)
             if self.kl:
                 self.logps(self.reference or self.model, -9.0)
-        return batch()
+        return self.batch()
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        return batch() | ({} if self.tools is None else {"tool_mask": torch.tensor(self.tools)})
 
     def step(self, generate: bool = True) -> None:
         if generate:
             self.spec.generate_and_score_completions(self.generate_and_score, {})
         for _ in range(self.args.gradient_accumulation_steps):
-            self.spec.compute_loss(lambda model, inputs: self.logps(model, -2.0), self.model, batch())
+            self.spec.compute_loss(lambda model, inputs: self.logps(model, -2.0), self.model, self.batch())
         self.state.global_step += 1
         self.spec.on_step_end(self.args, self.state, None)
 
@@ -139,6 +151,45 @@ def test_where_trl_recomputes_nothing_the_losses_own_first_passes_are_judged_and
     check = ("check", -2.0, False)
     expected = [("synced", 0, False), "end", "pass begins", check, check, "pass ends", "updated"]
     assert trainer.run.calls == expected
+
+
+@pytest.mark.parametrize("before_loss", [True, False])
+def test_what_a_tool_said_is_no_text_of_the_policys_for_the_draft_to_learn(before_loss: bool) -> None:
+    trainer = Trainer(vllm_importance_sampling_correction=before_loss)
+    trainer.max_completion_length = T  # type: ignore[attr-defined]
+    trainer.step()
+    whole = [[[0] * T + [1] * T]] * B
+    assert trainer.run.harvested == whole  # a row a pass
+    trainer.tools = [[1, 0, 0], [1, 0, 1]]
+    trainer.step()
+    assert trainer.run.harvested[B:] == [[[0] * T + row] for row in trainer.tools]
+    trainer.tools = None  # the next batch has none of the last one's
+    trainer.step()
+    assert trainer.run.harvested[2 * B :] == whole
+
+
+def test_a_function_of_the_users_begins_a_phase_and_says_which_tokens_are_the_policys() -> None:
+    trainer = Trainer()
+    trainer.step()
+    trainer.run.calls.clear()
+    trainer.model.eval()
+    trainer.user = {"env_mask": [[1, 0, 1]] * B}
+    for _ in range(2):
+        trainer.spec.generate_and_score_completions(trainer.generate_and_score, {})
+    assert trainer.run.calls == [("synced", 1, False), "end", "begin", "end"]
+    trainer.model.train()
+    trainer.step()
+    assert trainer.run.harvested[B:] == [[[0] * T + [1, 0, 1]]] * B
+    trainer.user = {}  # it need not
+    trainer.step()
+    assert trainer.run.harvested[2 * B :] == [[[0] * T + [1] * T]] * B
+
+
+def test_a_trl_that_answers_something_else_to_its_tools_is_said_to() -> None:
+    trainer = Trainer()
+    trainer.tools = [[1] * (T + 1)] * B
+    with pytest.raises(PatchError, match="_tool_call_loop answers something else"):
+        trainer.step()
 
 
 def test_log_probs_of_the_engine_that_mask_the_loss_count_as_in_it() -> None:

@@ -1,14 +1,16 @@
-"""A tool, and a policy that calls it as Qwen3 would: TRL's tool loop with calls that it really parses and answers."""
+"""A tool, and a policy that calls it as Qwen3 would: for trainers that parse such calls, and answer them, themselves."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import json
+import re
 from pathlib import Path
 
 import torch
-from spec_plugin_conformance import tiny
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from spec_plugin_conformance import tiny
 
 
 def add(a: int, b: int) -> int:
@@ -24,6 +26,13 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+#: a conversation in Qwen's words, without a description of the tools; trainers may bring a template of their own
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"
+    "</tool_response>{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CALLED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 #: the last token of what a turn begins with
 _ASKED = "assistant\n"
 #: of a call: its beginning, what stands between the two numbers, and its end, which holds the second
@@ -31,7 +40,7 @@ _CALL, _BETWEEN = '<tool_call>\n{"name": "add", "arguments": {"a": ', ', "b": '
 _ENDS = tuple(f"{digit}}}}}\n</tool_call>" for digit in range(10))
 _ANSWER = ("The ", "sum ", "is ", "above", "!!")
 #: around what the tool says, in Qwen3's template
-_TOLD = ("\n<|im_start|>user\n<tool_response>\n", "\n</tool_response>")
+_TOLD = ("<|im_start|>user\n<tool_response>\n", "\n</tool_response>")
 _DIGITS = tuple(map(str, range(10)))
 #: what follows what, each as likely as the others
 _FOLLOWS = {
@@ -46,18 +55,33 @@ _FOLLOWS = {
 _SURER = 1.25
 
 
-def make_target(folder: Path) -> Path:
+def answer(said: str) -> str | None:
+    """What the environment says to a turn of the policy's: the sum that it asked for; None if it asked for none.
+
+    For trainers that leave the parsing to an environment of the user's.
+    """
+    found = _CALLED.search(said)
+    if found is None:
+        return None
+    try:
+        result = str(add(**json.loads(found[1])["arguments"]))
+    except (ValueError, KeyError, TypeError) as error:
+        result = f"error: {error}"
+    begin, end = _TOLD
+    return f"\n{begin}{result}{end}{tiny.END}\n<|im_start|>{_ASKED}"
+
+
+def make_target(folder: Path, dtype: torch.dtype = torch.float32, template: str = TEMPLATE) -> Path:
     """A policy that in every second turn calls ``add``, with digits of its choice, and else says a sentence.
 
     Args:
         folder: what is there already stays.
-
-    Raises:
-        FileNotFoundError: if TRL is not installed, whose copy of Qwen3's template the tokenizer gets.
+        dtype: of the weights.
+        template: of its conversations, which says what a tool has answered as Qwen3's does.
     """
     if (folder / "config.json").exists():
         return folder
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(template)
     model = AutoModelForCausalLM.from_pretrained(tiny.make_target(folder.with_name("chain")))
     embed, head = (layer.weight.data for layer in (model.get_input_embeddings(), model.get_output_embeddings()))
     number = tokenizer.convert_tokens_to_ids
@@ -67,21 +91,19 @@ def make_target(folder: Path) -> Path:
         direction = torch.nn.functional.normalize(embed[number(word)], dim=-1)
         for one in behind:
             head[number(one)] += _SURER * direction
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer(template: str) -> PreTrainedTokenizerFast:
     """One token per byte, and one for each piece of a conversation, the tool's description among them."""
     pieces = ["<|im_start|>", _ASKED, _CALL, _BETWEEN, *_ENDS, *_ANSWER, *_TOLD]
     tokenizer = tiny.byte_tokenizer(tiny.VOCAB - len(pieces) - 1, (tiny.END, tiny.PAD))
-    found = find_spec("trl")
-    if found is None or found.origin is None:
-        raise FileNotFoundError("TRL is not installed here: its copy of Qwen3's chat template is needed")
-    tokenizer.chat_template = (Path(found.origin).parent / "chat_templates" / "qwen3.jinja").read_text()
+    tokenizer.chat_template = template
     user = [{"role": "user", "content": ""}]
     described = str(tokenizer.apply_chat_template(user, tools=[add], tokenize=False)).partition("<|im_start|>user")[0]
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in (*pieces, described)])
+    pieces.append(described or "<unused>")
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     assert len(tokenizer) == tiny.VOCAB
     return tokenizer
