@@ -26,8 +26,8 @@ from spec_plugin.step_cost.bands import Seen, band_of, mean, middle, together
 
 Numbers = NDArray[np.float64]
 
-#: what earlier phases measured is forgotten when newer ones make so many steps, and are so many
-_MEMORY_STEPS, _MEMORY_PHASES = 64, 8
+#: phases whose measurements of a kind are kept, the latest
+_MEMORY_PHASES = 8
 #: steps of a phase that say as much as all of it, and those of rollouts that say as much as what is known without them
 _STEPS_OF_A_PHASE, _PRIOR_STEPS = 8, 8
 #: a drafted step that is measured below this share of a plain one cannot be right
@@ -133,8 +133,7 @@ class CostModel(StepCost):
             key = _Key(band_of(t.batch), t.k, paused, calibration)
             seen = self._seen.setdefault(key, [])
             seen.append(Seen(t.seconds, t.batch, t.context, t.steps))
-            while len(seen) > _MEMORY_PHASES and sum(s.steps for s in seen[1:]) >= _MEMORY_STEPS:
-                del seen[0]
+            del seen[:-_MEMORY_PHASES]
             self._cells[key] = _of_phases(seen)
         self._table, self.problem = _table_of(self._cells)
 

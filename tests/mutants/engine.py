@@ -357,14 +357,6 @@ MUTATIONS = (
         ("test_scheduler_mixin.py",),
     ),
     Mutation(
-        "spec_plugin/engine/vllm/schedule/pairs.py",
-        "PairedSteps._pair",
-        "if abs(drafted - batch) <= _APART * batch:",
-        "if True:",
-        "drafted steps of a full batch are compared with plain ones of a smaller one",
-        ("test_pairs.py",),
-    ),
-    Mutation(
         _CUTOFF,
         "DraftCutoff.emitted",
         "        if self._behind <= 0:\n            self._reset()",

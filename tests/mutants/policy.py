@@ -286,8 +286,8 @@ MUTATIONS = (
     Mutation(
         "spec_plugin/step_cost/model.py",
         "CostModel.observe",
-        "                del seen[0]\n",
-        "                break\n",
+        "            del seen[:-_MEMORY_PHASES]\n",
+        "",
         "what the controller keeps of each band grows with the run",
         ("test_scale.py",),
     ),

@@ -10,6 +10,7 @@ import math
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
+from statistics import fmean
 from types import ModuleType
 from typing import NamedTuple
 from unittest.mock import patch
@@ -52,7 +53,6 @@ class Number(NamedTuple):
 NUMBERS = (
     Number("policy.break_even.plan", "MARGIN", without=1.0, above_one=True),
     Number("policy.break_even.plan", "_LOOKED_AT", without=1),
-    Number("policy.break_even.controller", "_TRY_K", without=99),
     Number("policy.break_even.controller", "_TRY_MARGIN", without=1.0, above_one=True),
     Number("policy.break_even.states", "REST"),
     Number("policy.break_even.outlook", "_LEAST"),
@@ -65,17 +65,12 @@ NUMBERS = (
     Number("policy.break_even.acceptance", "_OUT_OF_DATE", without=math.inf),
     Number("policy.break_even.acceptance", "_COMPARABLE", without=math.inf, above_one=True),
     Number("policy.break_even.correction", "_KEPT"),
-    Number("policy.break_even.correction", "_PHASES", without=10**9),
-    Number("policy.break_even.correction", "_NOISE"),
-    Number("policy.break_even.correction", "_NOISE_PAIRS", without=0),
     Number("policy.break_even.correction", "_FEW", without=1),
     Number("policy.break_even.correction", "_MAY_COST"),
-    Number("policy.break_even.correction", "_LEAST_SHARE", without=0.0),
     Number("policy.break_even.correction", "_MOST_SHARE"),
     Number("policy.break_even.correction", "_HALVED_BY", without=math.inf),
     Number("step_cost.bands", "_MIDDLE", without=1.0),
     Number("step_cost.bands", "_EXACT"),
-    Number("step_cost.model", "_MEMORY_STEPS", without=0),
     Number("step_cost.model", "_MEMORY_PHASES", without=1),
     Number("step_cost.model", "_STEPS_OF_A_PHASE", without=10**9),
     Number("step_cost.model", "_PRIOR_STEPS", without=1e-9),
@@ -90,13 +85,16 @@ NUMBERS = (
     Number("engine.vllm.schedule.pairs", "STEPS"),
     Number("engine.vllm.schedule.pairs", "_PATIENCE"),
     Number("engine.vllm.schedule.pairs", "_RANGE"),
-    Number("engine.vllm.schedule.pairs", "_APART", without=1.0),
 )
+
+
+#: runs of a small engine, and of one of sixteen with 1024 requests, where there is something to gain
+_SMALL, _AT_SCALE = controller.TRUTHS, (controller.AT_SCALE[0], controller.AT_SCALE[2])
 
 
 def a_run(index: int, number: Number | None, value: float, runs: int, phases: int, first: int) -> controller.Outcome:
     """One run with another number: truths in turn, ``runs`` seeds of each, from ``first`` on."""
-    truth = controller.TRUTHS[index // runs]
+    truth = (*_SMALL, *_AT_SCALE)[index // runs]
     with ExitStack() as changed:
         if number is not None:
             changed.enter_context(patch.object(number.module, number.name, value))
@@ -106,21 +104,23 @@ def a_run(index: int, number: Number | None, value: float, runs: int, phases: in
 def numbers(mapped: Map, runs: int, phases: int) -> Shown:
     """The controller's truths, a hundredth as many runs of each, for each number."""
     of = max(1, runs // 100)
+    small = of * len(_SMALL)
+    every = range(small + of * len(_AT_SCALE))
     out = Shown(
-        f"Numbers of the controller: seconds more than as it is, mean of {of * len(controller.TRUTHS)} runs of {phases} phases "
-        "(the worst 50 phases in a row, against plain)",
+        f"Numbers of the controller: seconds more than as it is, mean of {small} runs of {phases} phases / of "
+        f"{len(every) - small} runs of 1024 requests of up to 16k tokens (the worst 50 phases in a row of all, against plain)",
         ("number", "it is", "half as large", "twice as large", "without it"),
     )
-    seeds = range(of * len(controller.TRUTHS))
 
     def found(number: Number | None = None, value: float = 0.0, first: int = 0) -> list[controller.Outcome]:
-        return list(mapped(partial(a_run, number=number, value=value, runs=of, phases=phases, first=first), seeds))
+        return list(mapped(partial(a_run, number=number, value=value, runs=of, phases=phases, first=first), every))
 
     usual = found()
 
     def shown(outcomes: list[controller.Outcome]) -> str:
-        more = sum(o.ratio / u.ratio - 1.0 for o, u in zip(outcomes, usual, strict=True)) / len(usual)
-        return f"{more:+.1%} ({max(o.worst for o in outcomes):.3f})"
+        more = [o.ratio / u.ratio - 1.0 for o, u in zip(outcomes, usual, strict=True)]
+        parts = f"{fmean(more[:small]):+.1%} / {fmean(more[small:]):+.1%}"
+        return f"{parts} ({max(o.worst for o in outcomes):.3f})"
 
     out.rows.append(("none, other seeds", "", shown(usual), shown(found(first=1000)), shown(found(first=2000))))
     for number in NUMBERS:

@@ -38,8 +38,6 @@ from spec_plugin.step_cost.model import Corrected, CostModel
 
 logger = logging.getLogger(__name__)
 
-#: most tokens drafted in a try: enough to see whether the draft is any good
-_TRY_K = 3
 #: what a draft must do in a try to be kept to the rollout's end, times what would be enough otherwise
 _TRY_MARGIN = 1.1
 #: tokens of a verification step below which a draft is dropped in a try while the timings contradict each other
@@ -175,7 +173,7 @@ class BreakEvenController:
     def _would_pay(self, curve: Sequence[float]) -> bool:
         """Would a draft of these chances, at the batch sizes that ran lately."""
         nothing = plan.no_drafts(self._target.max_num_seqs).table
-        return plan.best(self._corrected, curve, self._load, nothing, self._ks(self._config.k)).speculates
+        return plan.best(self._corrected, curve, self._load, nothing, self._ks).speculates
 
     @hookimpl
     def spec_can_pay(self) -> bool:
@@ -259,33 +257,27 @@ class BreakEvenController:
         return best if pays else self._try()
 
     def _try(self) -> Plan:
-        """Few tokens a step, and no more than would lose least by what is known of the draft."""
+        """The k that would lose least by what is known of the draft."""
         size, curve = self._target.max_num_seqs, self.acceptance_curve
-        table = plan.fixed(self._try_k, size, Reason.A_TRY).table
+        table = plan.fixed(self._config.k, size, Reason.A_TRY).table
         if curve is not None and self.cost.problem is None:
-            ks = [k for k in self._ks(self._try_k) if k]
-            table = plan.fastest(self._corrected, curve, size, ks)
+            table = plan.fastest(self._corrected, curve, size, self._ks[1:])
         return Plan(table, 1.0, Reason.A_TRY)
 
     def _best(self) -> Plan:
         """What is predicted to be fastest, plain decoding or drafts; without a cost model, or a draft, plain decoding."""
-        config, size, curve = self._config, self._target.max_num_seqs, self.acceptance_curve
+        size, curve = self._target.max_num_seqs, self.acceptance_curve
         if curve is None:
             return plan.no_drafts(size, Reason.NO_DRAFT_YET)
         if self.cost.problem is not None:
             return plan.no_drafts(size, Reason.COST_UNKNOWN)
         current = self._table if self.states.serves and self._table else (0,) * (size + 1)
-        # what training has only promised is put to the test with few tokens a step: the policy moves, the replay does not
-        ks = self._ks(config.k if self.states.tried else self._try_k)
-        return plan.best(self._corrected, curve, self._load, current, ks)
+        return plan.best(self._corrected, curve, self._load, current, self._ks)
 
     @property
-    def _try_k(self) -> int:
-        return self._config.k if self._method.all_or_nothing_k else min(_TRY_K, self._config.k)
-
-    def _ks(self, most: int) -> Sequence[int]:
-        """The k that the method can draft, 0 among them."""
-        return (0, most) if self._method.all_or_nothing_k else range(most + 1)
+    def _ks(self) -> Sequence[int]:
+        """The k that the method can draft, 0 first."""
+        return (0, self._config.k) if self._method.all_or_nothing_k else range(self._config.k + 1)
 
     @hookimpl
     def spec_head_start(self) -> float:
@@ -298,7 +290,7 @@ class BreakEvenController:
         wanted = self._newborn and config.serve == "auto" and self._knows_nothing
         if not wanted or not self._load or self.cost.problem is not None:
             return 0.0
-        nothing, ks = plan.no_drafts(self._target.max_num_seqs).table, self._ks(config.k)
+        nothing, ks = plan.no_drafts(self._target.max_num_seqs).table, self._ks
         if self.acceptance_curve and plan.best(self.cost, self.acceptance_curve, self._load, nothing, ks).speculates:
             return 0.0
         hoped = plan.best(self.cost, (_HOPED_CHANCE,), self._load, nothing, ks).speedup

@@ -18,15 +18,10 @@ from spec_plugin.api.events import RolloutStats
 from spec_plugin.step_cost.bands import band_of
 from spec_plugin.step_cost.model import CostModel, positive
 
-#: pairs that are remembered, and rollouts after which one is forgotten
-_KEPT, _PHASES = 32, 64
-#: noise of a single pair, log scale, as long as there are too few to tell
-_NOISE, _NOISE_PAIRS = 0.15, 4
-#: pairs that can show that drafted steps take less; a burst may have spoilt a few
-_FEW = 3
-#: share of the decoding that plain steps may cost, and the shares of steps between which that is kept
-_MAY_COST = 0.02
-_LEAST_SHARE, _MOST_SHARE = 0.002, 0.25
+#: pairs that are remembered, and those that can show that drafted steps take less: a burst may have spoilt one or two
+_KEPT, _FEW = 32, 3
+#: share of the decoding that plain steps may cost, and the largest share of the steps that they may be
+_MAY_COST, _MOST_SHARE = 0.02, 0.25
 #: pairs after which half as many are looked at
 _HALVED_BY = 24
 
@@ -43,16 +38,13 @@ class Correction:
                 the start-up has not timed both, nothing is made of pairs.
         """
         self._cost = cost
-        #: rollout, batch, k, log of a plain step's seconds with the draft paused over a drafted step's
-        self._pairs: deque[tuple[int, float, int, float]] = deque(maxlen=_KEPT)
-        self._phase, self._whole_rollouts = 0, whole_rollouts
+        #: batch, k, log of a plain step's seconds with the draft paused over a drafted step's
+        self._pairs: deque[tuple[float, int, float]] = deque(maxlen=_KEPT)
+        self._whole_rollouts = whole_rollouts
         self._before: RolloutStats | None = None  # the last rollout's
 
     def add(self, stats: RolloutStats) -> None:
         """A rollout is over: take its pairs, but for those that make no sense."""
-        self._phase += 1
-        while self._pairs and self._pairs[0][0] < self._phase - _PHASES:
-            self._pairs.popleft()
         before, self._before = self._before, stats
         if self._whole_rollouts and before is not None and (before.drafts > 0) != (stats.drafts > 0):
             self._add_rollouts(*((before, stats) if stats.drafts else (stats, before)))
@@ -62,7 +54,7 @@ class Correction:
             paused = self._cost.paused_share([pair.batch for pair in good]).tolist()
             for pair, share in zip(good, paused, strict=True):
                 ratio = pair.plain_seconds * share / pair.drafted_seconds
-                self._pairs.append((self._phase, pair.batch, pair.k, math.log(ratio)))
+                self._pairs.append((pair.batch, pair.k, math.log(ratio)))
 
     def _add_rollouts(self, plain: RolloutStats, drafted: RolloutStats) -> None:
         """Two in a row: steps of like batches make one pair."""
@@ -74,18 +66,17 @@ class Correction:
         weights = [float(min(d.steps, p.steps)) for d, p in both]
         ratio = sum(w * math.log(p.seconds / d.seconds) for w, (d, p) in zip(weights, both, strict=True)) / sum(weights)
         most, _ = max(both, key=lambda pair: pair[0].steps)
-        self._pairs.append((self._phase, most.batch, most.k, ratio))
+        self._pairs.append((most.batch, most.k, ratio))
 
     @property
     def factor(self) -> float:
         """By what drafted steps take longer than the cost model says, beside its plain ones; 1 where that may be chance."""
         if not self._pairs:
             return 1.0
-        _, batch, k, ratio = np.array(self._pairs, np.float64).T
+        batch, k, ratio = np.array(self._pairs, np.float64).T
         off = np.log(self._cost.seconds_of(batch, 0) / self._cost.seconds_of(batch, k)) - ratio
         middle = statistics.median(off.tolist())
-        spread = 1.4826 * statistics.median(abs(off - middle).tolist())
-        noise = (spread * len(off) + _NOISE * _NOISE_PAIRS) / (len(off) + _NOISE_PAIRS)
+        noise = 1.4826 * statistics.median(abs(off - middle).tolist())
         sure = math.copysign(max(0.0, abs(middle) - 1.25 * noise / math.sqrt(len(off))), middle)
         return math.exp(sure if len(off) >= _FEW else max(0.0, sure))
 
@@ -93,7 +84,7 @@ class Correction:
         """Share of the steps to decode plainly where drafts make decoding so much faster: many where little is lost by it."""
         if not self._cost.knows_reading:
             return 0.0
-        return max(_LEAST_SHARE, _MAY_COST / _lost(speedup) / (1.0 + len(self._pairs) / _HALVED_BY))
+        return _MAY_COST / _lost(speedup) / (1.0 + len(self._pairs) / _HALVED_BY)
 
     def plain_every(self, speedup: float) -> int:
         """The same for an engine that cannot change k while requests run: one rollout in so many is plain."""

@@ -51,22 +51,6 @@ def test_a_new_draft_waits_until_training_predicts_that_it_pays():
     assert on(c)
 
 
-def test_what_training_only_promises_is_put_to_the_test_with_few_tokens_a_step():
-    c = controller({8: 2.0}, k=8)
-    refreshed(c, 3.9)
-    assert max(c.spec_schedule(0).table) == 3
-    rolled_out(c, 3.8)
-    assert max(c.spec_schedule(1).table) > 3, "the engine has shown it"
-
-
-def test_a_phase_of_few_drafts_is_a_test_too():
-    c = controller({1: 2.0}, k=8)
-    promised(c, (0.97,) * 8)
-    assert max(c.spec_schedule(0).table) == 3
-    rolled_out(c, 3.9, drafts=8)
-    assert max(c.spec_schedule(1).table) > 3
-
-
 def test_a_draft_that_the_user_brought_is_tried_for_one_phase_and_then_judged():
     c = controller({8: 2.0}, draft="/some/draft")
     assert c.spec_schedule(0).table == (0,) + (K,) * SEQS
@@ -349,10 +333,6 @@ def test_of_a_draft_that_became_much_better_later_positions_are_looked_at_again(
     assert c.acceptance_curve == pytest.approx((0.8, 0.8), abs=0.01)
 
 
-def test_a_draft_that_is_tried_is_not_drafted_as_far_as_a_good_one():
-    assert controller({8: 2.0}, k=8, draft="/some/draft").spec_schedule(0).table == (0,) + (3,) * SEQS
-
-
 def test_a_prediction_is_compared_with_the_engine_as_far_as_both_have_looked(caplog):
     caplog.set_level(logging.WARNING, logger="spec_plugin")
     c = controller({8: 1.2}, k=8)
@@ -529,7 +509,7 @@ def test_an_engine_that_keeps_states_is_compared_by_whole_rollouts_now_and_then(
         chosen.append(on(c))
         c.spec_rollout_end(phase(100.0, K, 3.0) if chosen[-1] else phase(100.0))
     plain = [version for version, drafts in enumerate(chosen) if not drafts]
-    assert plain and all(b - a > 20 for a, b in pairwise(plain)), "2 % of the time at twice the speed"
+    assert plain and all(b - a > 16 for a, b in pairwise(plain)), "2 % of the time at 1.5 times the speed"
     assert c.spec_metrics()["spec/speedup_realised"] == pytest.approx(1.5, rel=0.2), (
         "3 tokens in steps of twice the time"
     )
@@ -571,7 +551,7 @@ def test_a_pair_that_a_burst_has_spoilt_is_not_taken_for_what_was_saved(plain, o
     if truth < 1.0:
         assert told == pytest.approx(truth, rel=0.3), "what many say is no burst"
     else:
-        assert 1.1 * 3.0 / 2.0 < told < truth, (
+        assert 1.1 * 3.0 / 2.0 < told <= truth, (
             "what many say is no burst, and what is always beside it may be the run's own work"
         )
 

@@ -40,7 +40,7 @@ def told(*factors: float) -> Correction:
 @pytest.mark.parametrize("factor", [0.8, 1.25, 2.0])
 def test_the_cost_model_is_put_right_as_far_as_it_is_no_chance(factor):
     assert correction().factor == 1.0
-    assert told(1.05).factor == 1.0, "one pair that is 5 % off"
+    assert told(0.95, 1.05, 1.1, 0.92).factor == pytest.approx(1.0, abs=0.01), "pairs that are 5 to 10 % off"
     assert told(*[factor] * 30).factor == pytest.approx(factor, rel=0.03)
     assert 0.9 < told(*[factor, 1 / factor] * 8).factor < 1.1, "half of them say the opposite"
 
@@ -55,14 +55,10 @@ def test_a_burst_on_the_machine_moves_nothing():
     assert told(*[1.4] * 20, *[30.0] * 4).factor == pytest.approx(calm, rel=0.02), "nor does a spell to its end"
 
 
-def test_pairs_are_forgotten_when_there_are_newer_ones_and_when_they_are_old():
+def test_pairs_are_forgotten_when_there_are_newer_ones():
     found = told(*[2.0] * 32)
     found.add(pairs([1.0] * 32))
     assert found.factor == pytest.approx(1.0)
-    found = told(*[2.0] * 32)
-    for _ in range(65):
-        found.add(pairs([]))
-    assert found.factor == 1.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

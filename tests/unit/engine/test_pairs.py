@@ -73,16 +73,6 @@ def test_of_a_batch_that_drains_evenly_drafted_steps_are_of_as_many_requests_as_
     assert pair.batch == pytest.approx(pair.plain_seconds, rel=0.03)
 
 
-def test_where_most_requests_end_on_one_side_of_the_stretch_there_is_no_pair():
-    pairs = PairedSteps()
-    pairs.follow(0.2)
-    drive(pairs, 2 * STEPS + 2, batch=8)
-    drive(pairs, STEPS + 3, batch=6)
-    assert pairs.take() == []
-    drive(pairs, 60, batch=6)
-    assert pairs.take()
-
-
 def test_a_stretch_that_meets_other_steps_all_along_is_given_up():
     pairs = PairedSteps()
     pairs.follow(0.05)

@@ -4,7 +4,7 @@ Whether drafts pay can be told only by two measurements that have everything els
 the machine and what else runs on it. Seconds of one rollout against another's have none of that in common. So the scheduler
 itself leaves the drafts out for a stretch of ``STEPS`` steps, which is exact at any moment (``scheduler``), and notes the mean
 of the drafted medians before and behind it, and the plain one, as a pair. Where requests end meanwhile, as they do in most
-batches all the time, that mean is of as many requests as the stretch between. The draft goes on reading the text (k = 0, not
+batches all the time, that mean is of about as many requests as the stretch between. The draft goes on reading the text (k = 0, not
 paused), so that its KV cache stays complete; what that takes is known from the start-up calibration, where paused and reading
 drafts take turns.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
 
 from spec_plugin.api.events import StepPair
 from spec_plugin.engine.vllm.schedule.steps import Timed
@@ -25,8 +24,8 @@ from spec_plugin.engine.vllm.schedule.steps import Timed
 STEPS = 4
 #: steps of other kinds (a prefill, a request of the control group) after which a stretch is given up
 _PATIENCE = 3 * STEPS
-#: share by which a batch of a pair's steps may differ from the first one, and the drafted ones' mean from the plain ones'
-_RANGE, _APART = 1 / 4, 1 / 16
+#: share by which a batch of a pair's steps may differ from the first one
+_RANGE = 1 / 4
 
 
 class PairedSteps:
@@ -106,21 +105,14 @@ class PairedSteps:
 
     def _pair(self) -> None:
         plain, after = self._stretch[1:], self._after[1:]
-        sides: list[Sequence[Timed]] = [self._before, after]
-        batch, drafted = _requests(plain), statistics.fmean(map(_requests, sides))
-        if abs(drafted - batch) <= _APART * batch:
-            self._found.append(
-                StepPair(
-                    batch=round(batch),
-                    k=after[0].k,
-                    drafted_seconds=statistics.fmean(self._middle([s.seconds for s in side]) for side in sides),
-                    plain_seconds=self._middle([s.seconds for s in plain]),
-                )
+        drafted = [self._middle([s.seconds for s in side]) for side in (self._before, after)]
+        self._found.append(
+            StepPair(
+                batch=round(statistics.fmean(step.batch for step in plain)),
+                k=after[0].k,
+                drafted_seconds=statistics.fmean(drafted),
+                plain_seconds=self._middle([s.seconds for s in plain]),
             )
+        )
         self._before = deque(after, maxlen=STEPS)
         self._start()
-
-
-def _requests(steps: Iterable[Timed]) -> float:
-    """Of a step, in the mean."""
-    return statistics.fmean(step.batch for step in steps)
