@@ -4,8 +4,8 @@ Whether drafts pay can be told only by two measurements that have everything els
 the machine and what else runs on it. Seconds of one rollout against another's have none of that in common. So the scheduler
 itself leaves the drafts out for a stretch of ``STEPS`` steps, which is exact at any moment (``scheduler``), and notes the mean
 of the drafted medians before and behind it, and the plain one, as a pair. Where requests end meanwhile, as they do in most
-batches all the time, that mean is of about as many requests as the stretch between. The draft goes on reading the text (k = 0, not
-paused), so that its KV cache stays complete; what that takes is known from the start-up calibration, where paused and reading
+batches all the time, that mean is of about as many requests as the stretch between. The draft goes on reading the text (k = 0,
+not paused), so that its KV cache stays complete; what that takes is known from the start-up calibration, where paused and reading
 drafts take turns.
 
 The first stretch comes as soon as there are steps to compare it with; from then on stretches take a share of the steps
