@@ -247,6 +247,7 @@ class CollectedOutput:
         self._found: dict[int, list[float | None]] = {}
         self._tokens: dict[int, list[int]] = {}
         self._asked: list[int] = []
+        self._accepted: dict[int, list[int]] = {}  # verification steps, and drafted tokens accepted in them
 
     @property
     def prompt(self) -> int:
@@ -269,6 +270,8 @@ class CollectedOutput:
             before = self._found.get(sample.index, []) if self._parts else []
             values = zip(sample.logprobs, sample.token_ids, strict=False) if sample.logprobs else ()
             found: list[float | None] = [at[token].logprob for at, token in values]
+            if (said := getattr(sample, "spec_decode_metrics", None)) is not None:  # where the engine was asked for it
+                self._accepted[sample.index] = [sum(said.histogram), sum(n * of for n, of in enumerate(said.histogram))]
             self._found[sample.index] = [*before, *found, *[None] * (len(sample.token_ids) - len(found))]
 
     @property
@@ -285,6 +288,7 @@ class CollectedOutput:
             "prompt": self.prompt,
             "log_probs": log_probs,
             "plain": undrafted(params.extra_args, len(log_probs)),
+            "accepted": [self._accepted[index] for index in sorted(self._accepted)],
         }
 
 

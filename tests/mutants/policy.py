@@ -1011,4 +1011,12 @@ MUTATIONS = (
         "law 7: what was measured of other proposals decides of these",
         ("test_controller.py",),
     ),
+    Mutation(
+        "spec_plugin/policy/break_even/correction.py",
+        "Correction.by_rollouts",
+        "(not self._paired and self._drafted >= _SHORT)",
+        "False",
+        "answers of a few tokens are drafted for on timings of different moments alone",
+        ("test_correction.py",),
+    ),
 )

@@ -66,6 +66,7 @@ NUMBERS = (
     Number("policy.break_even.acceptance", "_COMPARABLE", without=math.inf, above_one=True),
     Number("policy.break_even.correction", "_KEPT"),
     Number("policy.break_even.correction", "_FEW", without=1),
+    Number("policy.break_even.correction", "_SHORT", without=10**9),
     Number("policy.break_even.correction", "_MAY_COST"),
     Number("policy.break_even.correction", "_MOST_SHARE"),
     Number("policy.break_even.correction", "_HALVED_BY", without=math.inf),

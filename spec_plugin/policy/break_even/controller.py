@@ -66,7 +66,6 @@ class BreakEvenController:
         self._plan = plan.no_drafts(0, Reason.NO_DRAFT_YET)
         self._table: tuple[int, ...] = ()  # the last one that drafted
         self._dropped = False  # was the draft, within the last phase
-        self._stateful = False  # k changes between rollouts only
         self._served = 0  # rollouts in a row with drafts
         self._realised: float | None = None  # speed-up of the last rollout, where it had drafts
         self._draft_temperature = 1.0  # of the proposals that the estimate is about
@@ -80,8 +79,8 @@ class BreakEvenController:
         self._config, self._target, self._method = config, target, method
         self.outlook = Outlook(config.k)
         self._plan = plan.no_drafts(target.max_num_seqs, Reason.NO_DRAFT_YET)
-        self._stateful = keeps_states(target.hf_config)
-        self.correction, self._corrected_now = Correction(self.cost, whole_rollouts=self._stateful), None
+        between = keeps_states(target.hf_config)  # k changes between rollouts only
+        self.correction, self._corrected_now = Correction(self.cost, whole_rollouts=between), None
         if config.serve == "auto" and not config.self_test:
             raise SpecConfigError(
                 "spec.self_test=False leaves break-even unmeasured, so that spec.serve=auto could never decide to speculate: "
@@ -252,7 +251,7 @@ class BreakEvenController:
         state = self.states.before(pays, due, best.reason)
         if state is Speculation.RESTING or state is Speculation.UNTRIED:
             return plan.no_drafts(size, self.states.why)
-        if self._stateful and self._served >= self.correction.plain_every(best.speedup):
+        if self.correction.by_rollouts and self._served >= self.correction.plain_every(best.speedup):
             return plan.no_drafts(size, Reason.COMPARISON)
         return best if pays else self._try()
 

@@ -1,9 +1,9 @@
 """Pairs put the cost model right: how much longer drafted steps take beside plain ones than it says (law 7).
 
 The cost model knows plain steps and drafted ones of different phases, of a machine that is faster or slower from one to the next.
-A pair (``StepPair``) has them side by side, in the same second. The median of the pairs, as far as it is more than chance, is by
-what factor drafted steps take longer; so it is the pairs that decide between drafts and none, and the model between one k and
-another.
+A pair (``StepPair``) has them side by side, in the same second; where answers are too short for one, or the engine cannot change
+k while requests run, two rollouts in a row take its place. The median of the pairs, as far as it is more than chance, is by what
+factor drafted steps take longer; so it is the pairs that decide between drafts and none, and the model between one k and another.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from spec_plugin.step_cost.model import CostModel, positive
 
 #: pairs that are remembered, and those that can show that drafted steps take less: a burst may have spoilt one or two
 _KEPT, _FEW = 32, 3
+#: rollouts with drafts and never a pair of steps, after which they are too short for these, and are compared themselves
+_SHORT = 8
 #: share of the decoding that plain steps may cost, and the largest share of the steps that they may be
 _MAY_COST, _MOST_SHARE = 0.02, 0.25
 #: pairs after which half as many are looked at
@@ -41,12 +43,18 @@ class Correction:
         #: batch, k, log of a plain step's seconds with the draft paused over a drafted step's
         self._pairs: deque[tuple[float, int, float]] = deque(maxlen=_KEPT)
         self._whole_rollouts = whole_rollouts
+        self._paired, self._drafted = (
+            False,
+            0,
+        )  # was there ever a pair of steps, and in how many rollouts might there have been
         self._before: RolloutStats | None = None  # the last rollout's
 
     def add(self, stats: RolloutStats) -> None:
         """A rollout is over: take its pairs, but for those that make no sense."""
         before, self._before = self._before, stats
-        if self._whole_rollouts and before is not None and (before.drafts > 0) != (stats.drafts > 0):
+        self._paired = self._paired or bool(stats.pairs)
+        self._drafted += stats.drafts > 0
+        if self.by_rollouts and before is not None and (before.drafts > 0) != (stats.drafts > 0):
             self._add_rollouts(*((before, stats) if stats.drafts else (stats, before)))
         good = [p for p in stats.pairs if p.k > 0 and positive(p.drafted_seconds) and positive(p.plain_seconds)]
         if good and self._cost.knows_reading:
@@ -55,6 +63,11 @@ class Correction:
             for pair, share in zip(good, paused, strict=True):
                 ratio = pair.plain_seconds * share / pair.drafted_seconds
                 self._pairs.append((pair.batch, pair.k, math.log(ratio)))
+
+    @property
+    def by_rollouts(self) -> bool:
+        """Are two rollouts in a row compared: k cannot change while requests run, or they are too short for pairs of steps."""
+        return self._whole_rollouts or (not self._paired and self._drafted >= _SHORT)
 
     def _add_rollouts(self, plain: RolloutStats, drafted: RolloutStats) -> None:
         """Two in a row: steps of like batches make one pair."""
@@ -87,7 +100,7 @@ class Correction:
         return _MAY_COST / _lost(speedup) / (1.0 + len(self._pairs) / _HALVED_BY)
 
     def plain_every(self, speedup: float) -> int:
-        """The same for an engine that cannot change k while requests run: one rollout in so many is plain."""
+        """The same where rollouts are compared: one in so many is plain."""
         return math.ceil(_lost(speedup) / _MAY_COST)
 
 

@@ -515,6 +515,16 @@ def test_an_engine_that_keeps_states_is_compared_by_whole_rollouts_now_and_then(
     )
 
 
+def test_answers_of_a_few_tokens_are_compared_by_whole_rollouts_too():
+    c = controller({8: 1.2}, draft="d")
+    chosen = []
+    for _ in range(40):
+        chosen.append(on(c))
+        c.spec_rollout_end(phase(3.0, K, 3.0) if chosen[-1] else phase(3.0))
+    plain = [version for version, drafts in enumerate(chosen) if not drafts]
+    assert plain and plain[0] >= 8 and all(b - a > 16 for a, b in pairwise(plain)), plain
+
+
 def test_a_plain_share_is_asked_for_only_where_drafts_are_chosen_by_what_they_gain():
     c = controller({8: 1.2}, draft="d")
     assert c.spec_schedule(0).plain_share == 0.25, "nothing is known"

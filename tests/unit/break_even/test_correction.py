@@ -88,6 +88,7 @@ def test_an_engine_that_keeps_states_is_judged_by_rollouts_side_by_side(drafted_
     steps = tuple(StepTiming(b, K, False, s, n) for b, s, n in ((8, 2.4, 9), (2, 9.0, 9)))
     drafted = RolloutStats(2, 8, 0, 1.0, 80, steps=steps)
     found, others = correction(whole_rollouts=True), correction()
+    others.add(pairs([1.0]))  # it has pairs of steps
     for _ in range(8):
         for stats in (drafted, plain) if drafted_first else (plain, drafted):
             found.add(stats)
@@ -98,3 +99,19 @@ def test_an_engine_that_keeps_states_is_judged_by_rollouts_side_by_side(drafted_
     found.add(RolloutStats(2, 8, 0, 1.0, 80))
     assert found.factor == 1.0, "no batch size in common"
     assert found.plain_every(2.0) == 25 and found.plain_every(1.0) == 4
+
+
+def test_law_7_rollouts_too_short_for_a_pair_of_steps_are_compared_themselves_and_no_others():
+    plain = RolloutStats(1, 8, 0, 1.0, steps=(StepTiming(8, 0, True, 1.0, 3),))
+    drafted = RolloutStats(2, 8, 0, 1.0, 24, steps=(StepTiming(8, K, False, 2.4, 3),))
+    found = correction()
+    for _ in range(8):
+        assert not found.by_rollouts
+        found.add(drafted)
+    assert found.by_rollouts
+    for _ in range(3):
+        found.add(plain)
+        found.add(drafted)
+    assert found.factor == pytest.approx(2.0, rel=0.05)
+    found.add(pairs([1.0]))
+    assert not found.by_rollouts, "there is a pair of steps after all"
