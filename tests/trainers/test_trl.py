@@ -259,7 +259,7 @@ def test_a_function_of_the_users_that_asks_vllm_itself_is_drafted_for_and_verifi
         driver._data,
         driver._reward,
         tmp_path / "run",
-        4,
+        5,
         overrides=("spec.serve=always", "spec.train_share=0.4", "spec.self_test_seconds=30"),
         words=("--rollouts", "spec_plugin_trl_cpu.rollouts:two_turns_by_vllm"),
         settings={
@@ -273,5 +273,5 @@ def test_a_function_of_the_users_that_asks_vllm_itself_is_drafted_for_and_verifi
         },
     )
     rows = [metrics for _, metrics in run.follow()]
-    assert len(rows) == 4 and all(row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3 for row in rows)
-    assert rows[-1]["spec/acceptance_length"] > 1.2 and rows[-1]["spec/draft_version"] > 0, rows[-1]
+    assert len(rows) == 5 and all(row["spec/failed"] == 0 and row["spec/logprob_diff_max"] < 1e-3 for row in rows)
+    assert rows[-1]["spec/acceptance_length"] > 1.1 and rows[-1]["spec/draft_version"] > 0, rows[-1]

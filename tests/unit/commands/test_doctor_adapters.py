@@ -252,6 +252,8 @@ class Trainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: object) -> None: ...
 
+    def _tool_call_loop(self, *turns: object) -> None: ...
+
 
 @pytest.fixture
 def a_trl(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
