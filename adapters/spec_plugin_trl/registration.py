@@ -13,8 +13,9 @@ symbol                                                              reason
 ``__init__`` of trainers with an engine that have no adapter        refused by name: the flag would have no effect
 =================================================================== ====================================================
 
-The rest are callbacks that ``transformers`` has for everybody. Checked on TRL 1.8 to 1.16 (``tools/trl_symbols.py``); what
-is gone raises ``PatchError``. Nothing is wrapped without the flag.
+An attribute that users set is replaced, too: ``trainer.rollout_func``, by one that calls it. The rest are callbacks that
+``transformers`` has for everybody. Checked on TRL 1.8 to 1.16 (``tools/trl_symbols.py``); what is gone raises ``PatchError``.
+Nothing is wrapped without the flag.
 """
 
 from __future__ import annotations

@@ -109,10 +109,8 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
                 "has not shown it yet, the run is stopped: set lora_dropout=0 and disable_dropout=True",
                 *(dropout, flag.FLAG),
             )
-        trainer._spec = generation._spec = spec = cls(trainer, generation, run)
-        trainer.add_callback(spec)
-        if getattr(trainer, "rollout_func", None) is not None:
-            trainer.rollout_func = partial(spec.rollout, trainer.rollout_func)
+        trainer._spec = generation._spec = cls(trainer, generation, run)
+        trainer.add_callback(trainer._spec)
         return front.engine.llm
 
     # ---- the engine
@@ -193,6 +191,9 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         """A batch; its log-probs are checked here, unless TRL leaves it to the loss to recompute them."""
         self._end_pass()
         self.recomputed, self.in_loss, self.said = None, False, None
+        function = getattr(self.trainer, "rollout_func", None)  # a script may set it at any time
+        if function is not None and getattr(function, "func", None) != self.rollout:
+            self.trainer.rollout_func = partial(self.rollout, function)
         output = original(inputs)
         if self.rolling:
             run_blocking(self.run.rollouts_end())
@@ -270,8 +271,8 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
                 torch.ones(len(ids), response, dtype=torch.bool) if marks is None else marks[at : at + len(ids)].bool()
             )
         found = torch.ones(len(ids), response, dtype=torch.bool)
-        for row, marks in zip(found, (self.said or ())[at : at + len(ids)], strict=False):
-            row[: len(marks)] = torch.tensor(marks, dtype=torch.bool)
+        for row, marks in zip(found, (() if self.said is None else self.said)[at : at + len(ids)], strict=False):
+            row[: len(marks)] = torch.as_tensor(marks, dtype=torch.bool)
         return found
 
     def _harvested(self, ids: Tensor, mask: Tensor, said: Tensor) -> Any:
@@ -296,9 +297,13 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         documents = [document.cpu() for document in _documents(ids, torch.cat([prompt_mask, mask], 1))]
         cut = None
-        if "tool_mask" in batch:  # TRL cuts what comes behind a tool
-            cut = mask.sum(-1) >= self.trainer.max_completion_length
-            mask = mask & batch["tool_mask"].bool()
+        if "tool_mask" in batch:
+            said = batch["tool_mask"].bool()
+            if getattr(
+                self.trainer, "tools", None
+            ):  # TRL's own loop cuts what comes behind a tool; a user's function is not cut
+                cut = (mask.sum(-1) >= self.trainer.max_completion_length) & (mask & ~said).any(-1)
+            mask = mask & said
         stated = batch.get("sampling_per_token_logps")
         self.run.check(
             Responses(

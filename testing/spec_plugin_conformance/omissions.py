@@ -104,15 +104,17 @@ def _responses_seen(answers: set[LogProbs], rows: Sequence[LogProbs], named: set
     """How many answers a guard has been shown, or what a trainer has left of them that it cuts, by ``named`` rows.
 
     A row may hold several, the turns of a conversation: what stood between them the mask leaves out. Of a row that is cut, the
-    last turn may have lost its end, or all of it.
+    last turn may have lost its end.
     """
-    whole, cut = set(rows) & answers, []
+    seen, cut = set(rows) & answers, []
     for row in set(rows) - answers:
         turns, rest = _turns(row, answers)
         if not rest or row in named:
-            whole |= set(turns)
+            seen |= set(turns)
             cut += [rest] if rest else []
-    return sum(answer in whole or any(_is_part(rest, {answer}) for rest in cut) for answer in answers)
+    for rest in cut:  # each of one answer that nothing else shows
+        seen |= set([answer for answer in answers - seen if answer[: len(rest)] == rest][:1])
+    return len(seen)
 
 
 def _turns(row: LogProbs, answers: set[LogProbs]) -> tuple[list[LogProbs], LogProbs]:

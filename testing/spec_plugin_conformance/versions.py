@@ -43,7 +43,8 @@ def policy_versions(trace: Trace, asynchronous: bool = False) -> list[str]:
 def _sampled_by(event: Event, current: int, lags: bool, named: set[tuple[float, ...]]) -> list[str]:
     """Each token is known to be of this version; where rollouts lag, to be of versions up to it.
 
-    Of a row that the trainer cuts on purpose, ``named`` by its log-probs, the last request is not whole, and of no known version.
+    Of a row that the trainer cuts on purpose, ``named`` by its log-probs, the last request is not whole, and of no known version:
+    the end of the row, or all of a row of one request.
     """
     where, rows = f"checked at policy version {current}", event["versions"]
     if all(version < 0 for row in rows for version in row):

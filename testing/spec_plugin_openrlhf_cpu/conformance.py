@@ -68,8 +68,8 @@ class OpenrlhfDriver(ConformanceDriver):
         """Write the tiny policy, the prompts and the reward under ``root``."""
         super().__init__(root, shape, family)
         self.asynchronous = shape in ("async", "partial")
-        # of a response that goes on under the next policy, the rest
         self._calls = shape == "agent"
+        # of a response that goes on under the next policy, the rest
         most = {"partial": (1, LONG), "agent": (1, TURNS)}.get(shape or "", TOKENS)
         self.requests = {"min_tokens": 1, "max_tokens": most}
         root.mkdir(parents=True, exist_ok=True)

@@ -10,14 +10,10 @@ from vllm import SamplingParams
 
 
 class Calculator:
-    """Adds two numbers, and counts how often it was asked."""
-
-    def __init__(self) -> None:
-        self._asked = 0
+    """Adds two numbers."""
 
     def reset(self, **row: Any) -> None:
-        """Begin anew, for a row of the data."""
-        self._asked = 0
+        """Begin anew, for a row of the data: there is nothing to forget."""
 
     def add(self, a: int, b: int) -> int:
         """Adds two numbers.
@@ -29,7 +25,6 @@ class Calculator:
         Returns:
             Their sum.
         """
-        self._asked += 1
         return calculator.add(a, b)
 
 

@@ -385,7 +385,7 @@ MUTATIONS = (
     Mutation(
         "adapters/spec_plugin_trl/trainer.py",
         "TrlRun._said",
-        "torch.tensor(marks, dtype=torch.bool)",
+        "torch.as_tensor(marks, dtype=torch.bool)",
         "True",
         "the draft learns what a tool said in TRL as the policy's",
         ("test_trl_run.py",),
@@ -404,6 +404,14 @@ MUTATIONS = (
         "self._begin()",
         "pass",
         "rollouts by a function of the user's are no phase",
+        ("test_trl_run.py",),
+    ),
+    Mutation(
+        "adapters/spec_plugin_trl/trainer.py",
+        "TrlRun._check",
+        'if getattr(self.trainer, "tools", None):',
+        "if True:",
+        "law 3: long rollouts of a function of the user's are told as cut, and so need not be what an engine sampled",
         ("test_trl_run.py",),
     ),
 )

@@ -53,7 +53,7 @@ class Correction:
         """A rollout is over: take its pairs, but for those that make no sense."""
         before, self._before = self._before, stats
         self._paired = self._paired or bool(stats.pairs)
-        self._drafted += stats.drafts > 0
+        self._drafted += stats.drafts > 0 and self._cost.knows_reading  # else no pair is asked for
         if self.by_rollouts and before is not None and (before.drafts > 0) != (stats.drafts > 0):
             self._add_rollouts(*((before, stats) if stats.drafts else (stats, before)))
         good = [p for p in stats.pairs if p.k > 0 and positive(p.drafted_seconds) and positive(p.plain_seconds)]
@@ -83,7 +83,10 @@ class Correction:
 
     @property
     def factor(self) -> float:
-        """By what drafted steps take longer than the cost model says, beside its plain ones; 1 where that may be chance."""
+        """By what drafted steps take longer than the cost model says, beside its plain ones; 1 where that may be chance.
+
+        Of one pair nobody can say so: that it takes longer is believed, less is not before there are ``_FEW``.
+        """
         if not self._pairs:
             return 1.0
         batch, k, ratio = np.array(self._pairs, np.float64).T

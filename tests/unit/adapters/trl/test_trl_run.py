@@ -47,6 +47,7 @@ class Run:
         return nullcontext()
 
     def check(self, responses: Any, recomputed: torch.Tensor, rollout_in_loss: bool) -> None:
+        self.cut = responses.cut
         self.calls.append(("check", float(recomputed[0, 0]), rollout_in_loss))
 
     def policy_updated(self, step: int) -> None:
@@ -183,6 +184,19 @@ def test_a_function_of_the_users_begins_a_phase_and_says_which_tokens_are_the_po
     trainer.user = {}  # it need not
     trainer.step()
     assert trainer.run.harvested[2 * B :] == [[[0] * T + [1] * T]] * B
+
+
+def test_law_3_only_what_trls_own_loop_may_have_cut_behind_a_tool_is_told_as_cut() -> None:
+    trainer = Trainer()
+    trainer.max_completion_length = T  # type: ignore[attr-defined]
+    trainer.tools = [[1, 1, 1], [1, 0, 1]]  # both are as long as they may be
+    trainer.step()
+    assert trainer.run.cut.tolist() == [False, True]
+    marks, trainer.tools = trainer.tools, None
+    trainer.user = {"env_mask": marks}  # a function of the user's is not cut by anybody
+    trainer.batch = lambda: batch() | {"tool_mask": torch.tensor(marks)}  # type: ignore[method-assign]
+    trainer.step()
+    assert trainer.run.cut is None
 
 
 def test_a_trl_that_answers_something_else_to_its_tools_is_said_to() -> None:
