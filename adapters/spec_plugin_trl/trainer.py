@@ -244,8 +244,7 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             ids, mask = input_ids[at : at + size], attention_mask[at : at + size]
             with ExitStack() as stack:
                 if not images:
-                    said = self._said(at, ids, logits_to_keep)
-                    stack.enter_context(self._harvested(ids, mask, said))
+                    stack.enter_context(self._harvested(ids, mask, logits_to_keep, at))
                 inner = batch_size if images else None
                 parts.append(original(model, ids, mask, logits_to_keep, batch_size=inner, **kwargs))
         found = tuple(_joined(values) for values in zip(*parts, strict=True))
@@ -257,31 +256,29 @@ class TrlRun(TrainerCallback):  # type: ignore[misc]
             self.recomputed = found[0]
         return found
 
-    def _said(self, at: int, ids: Tensor, response: int) -> Tensor:
-        """[B, response] bool: which columns of the completions of rows [B, T] the policy sampled, and no tool; padding counts.
+    def _harvested(self, ids: Tensor, mask: Tensor, response: int, at: int) -> Any:
+        """Around one forward pass over rows [B, T] of which the last ``response`` columns hold the completions.
 
         Args:
-            at: the first row's place in the batch, before the loss.
-            ids: [B, T] of the rows.
-            response: columns of the completions.
+            ids: token ids.
+            mask: 0 where there is padding.
+            response: columns.
+            at: the first row's place in the batch.
         """
-        if self.first is not None:
-            marks = self.first.get("tool_mask")
-            return (
-                torch.ones(len(ids), response, dtype=torch.bool) if marks is None else marks[at : at + len(ids)].bool()
-            )
-        found = torch.ones(len(ids), response, dtype=torch.bool)
-        for row, marks in zip(found, (() if self.said is None else self.said)[at : at + len(ids)], strict=False):
-            row[: len(marks)] = torch.as_tensor(marks, dtype=torch.bool)
-        return found
-
-    def _harvested(self, ids: Tensor, mask: Tensor, said: Tensor) -> Any:
-        """Around one forward pass over rows [B, T] of which the last columns hold the completions, which ``said`` is of."""
         starts, lengths = mask.long().argmax(-1).tolist(), mask.long().sum(-1).tolist()
-        sampled = torch.zeros_like(mask, dtype=torch.bool)
-        sampled[:, mask.shape[1] - said.shape[1] :] = said
-        documents = _documents(ids, mask), [marks.cpu() for marks in _documents(sampled, mask)]
-        return self.run.micro_batch(lambda: documents, padded_rows(starts, lengths))
+        return self.run.micro_batch(
+            lambda: (_documents(ids, mask), _documents(self._sampled(mask, response, at), mask.cpu())),
+            padded_rows(starts, lengths),
+        )
+
+    def _sampled(self, mask: Tensor, response: int, at: int) -> Tensor:
+        """[B, T] bool on the CPU: where the policy speaks in these rows, and no tool; padding of completions counts, too."""
+        found = torch.zeros(mask.shape, dtype=torch.bool)
+        completions = found[:, mask.shape[1] - response :].fill_(True)
+        marks = self.said if self.first is None else self.first.get("tool_mask")
+        for row, of in zip(completions, () if marks is None else marks[at : at + len(mask)], strict=False):
+            row[: len(of)] = torch.as_tensor(of, dtype=torch.bool)
+        return found
 
     def _end_pass(self) -> None:
         self.passing = False

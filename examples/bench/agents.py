@@ -1,7 +1,9 @@
 """Conversations of several turns in verl: what is accepted in each turn, and whole episodes with the flag and without.
 
-python examples/bench/agents.py accepted            the kit's calculator, eight steps, a few minutes
-python examples/bench/agents.py speed               the quickstart's policy, three sums a conversation, in turns of three steps
+    python examples/bench/agents.py accepted            the kit's calculator, eight steps, a few minutes
+    python examples/bench/agents.py speed               the quickstart's policy, three sums a conversation, in turns of steps
+
+The first counts, on any machine; the second times, and wants nothing beside it.
 """
 
 from __future__ import annotations

@@ -107,9 +107,8 @@ class OpenrlhfDriver(ConformanceDriver):
         return flags
 
     def _agent(self, out: Path, recorded: Path | None) -> Path:
-        for folder in (out, *([recorded] if recorded else [])):
-            folder.mkdir(parents=True, exist_ok=True)
         file = (recorded or out) / "agent.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
         kept = "None" if recorded is None else f"Path({str(recorded)!r})"
         executor = "ReplayTurns" if self._calls else "ReplayExecutor"
         file.write_text(_REPLAY.format(executor=executor, folder=kept, reward=str(self._reward)))

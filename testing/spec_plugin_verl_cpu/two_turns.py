@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -21,14 +21,14 @@ class _Conversation(AgentLoopBase):  # type: ignore[misc]
     """Chosen in the file of ``rollout.agent.agent_loop_config_path``."""
 
     async def _converse(
-        self, messages: list[dict[str, Any]], sampling_params: Mapping[str, Any], turns: Iterable[Turn]
+        self, messages: list[dict[str, Any]], sampling_params: Mapping[str, Any], turns: Sequence[Turn]
     ) -> AgentLoopOutput:
         """One rollout; what somebody else says is masked out."""
         prompt = list(await self.ct_build_initial_tokens(messages))
         response: list[int] = []
         mask: list[int] = []
         log_probs: list[float] = []
-        stated, turns = True, list(turns)
+        stated = True
         for told, more in turns:
             response, mask, log_probs = response + list(told), mask + [0] * len(told), log_probs + [0.0] * len(told)
             output = await self.server_manager.generate(

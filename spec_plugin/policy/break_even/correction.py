@@ -43,10 +43,8 @@ class Correction:
         #: batch, k, log of a plain step's seconds with the draft paused over a drafted step's
         self._pairs: deque[tuple[float, int, float]] = deque(maxlen=_KEPT)
         self._whole_rollouts = whole_rollouts
-        self._paired, self._drafted = (
-            False,
-            0,
-        )  # was there ever a pair of steps, and in how many rollouts might there have been
+        self._paired = False  # was there ever a pair of steps
+        self._drafted = 0  # rollouts in which there might have been one
         self._before: RolloutStats | None = None  # the last rollout's
 
     def add(self, stats: RolloutStats) -> None:
